@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Attention by its formulas, in double, element by element: what every kernel is tested against. Slow on purpose; one
+// obvious loop for each sum, masks asked from core/mask.h one element at a time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fused_mha::core {
+
+struct ReferenceForward {
+  std::vector<double> output;         // (N, H, L, Dv)
+  std::vector<double> weights;        // (N, H, L, S), after dropout
+  std::vector<double> probabilities;  // (N, H, L, S), before dropout
+};
+
+/// Scores that are hidden are never computed; a row without visible keys is 0.
+ReferenceForward reference_forward(const AttentionProblem& problem);
+
+struct ReferenceBackward {
+  std::vector<double> grad_query;             // (N, H, L, D)
+  std::vector<double> grad_key;               // (N, Hkv, S, D)
+  std::vector<double> grad_value;             // (N, Hkv, S, Dv)
+  std::vector<double> grad_scores;            // (N, H, L, S): attn_mask's gradient before it is summed
+  std::vector<double> grad_key_padding_mask;  // (N, S - always_visible_keys)
+};
+
+/// `grad_output` and `grad_weights` as in BackwardInputs; null data means zero.
+ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output,
+                                     const View& grad_weights, WeightsMode weights_mode);
+
+}  // namespace fused_mha::core

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "cpu/simd/vec_generic.h"
+
+#include "cpu/kernels.inc"
+
+namespace fused_mha::cpu {
+
+const IsaKernels& kernels_generic() { return generic::kKernels; }
+
+}  // namespace fused_mha::cpu

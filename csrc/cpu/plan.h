@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What run.cpp works out once a call and hands to the kernels: derived numbers, work items, scratch sizes. The same
+// for every instruction set, so nothing here is compiled by a kernel unit except plain reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dropout.h"
+#include "core/mask.h"
+#include "core/problem.h"
+
+namespace fused_mha::cpu {
+
+/// Query rows of a block: the row grid of core::MaskPlan.
+inline constexpr std::int64_t kBlockRows = core::kMaskTileRows;
+/// Keys of a group: the key grid of core::MaskPlan, and the width of one packed stripe of keys.
+inline constexpr std::int64_t kGroupKeys = core::kMaskTileKeys;
+/// Keys of a forward step. 128 is also the dropout group, so that a step needs no more than its own random numbers.
+inline constexpr std::int64_t kForwardKeys = 128;
+/// Keys of a backward step: 48 x 96 weights and their gradients are 36 KiB, next to the L1 data cache.
+inline constexpr std::int64_t kBackwardKeys = 96;
+
+/// Rows and keys of one owner of attn_mask's gradient: its sums fit the L2 cache, and what it packs is used often.
+inline constexpr std::int64_t kMaskGradientRows = 4 * kBlockRows;
+inline constexpr std::int64_t kMaskGradientKeys = 8 * kBackwardKeys;
+
+/// Numbers that all tiles of a call share.
+///
+/// Scores live in a unit in which exp is exp2 and sums of two finite masks stay finite: a stored score t stands for
+/// the natural score t * unit * ln 2. unit is 1 where no float mask is given and 4 otherwise (finfo.min / 4 * log2(e)
+/// twice is still finite).
+struct CallConstants {
+  const core::AttentionProblem* problem = nullptr;
+  const core::MaskPlan* masks = nullptr;
+  double query_factor = 1.0;  // scale * log2(e) / unit: folded into the packed queries
+  double bias_factor = 1.0;   // log2(e) / unit: what a mask's number is multiplied by
+  double unit = 1.0;
+  bool has_dropout = false;
+  core::PhiloxKey dropout_key{};
+  std::uint32_t dropout_threshold = 0;
+  double dropout_scale = 1.0;
+  std::int64_t blocks_per_head = 0;  // row blocks of one head
+};
+
+struct ForwardPlan {
+  CallConstants call;
+  core::ForwardOutputs outputs;
+  std::int64_t blocks_per_item = 1;
+};
+
+/// Row blocks [block_begin, block_end) of the heads that share `kv_head`, head after head; with weights wanted, the
+/// same row blocks of every head of sample n.
+struct ForwardItem {
+  std::int64_t n = 0;
+  std::int64_t kv_head = 0;
+  std::int64_t block_begin = 0;
+  std::int64_t block_end = 0;
+};
+
+struct BackwardPlan {
+  CallConstants call;
+  core::BackwardInputs inputs;
+  core::BackwardOutputs outputs;
+  std::int64_t key_splits = 1;     // parts that a head's keys are split into; a function of the shapes only
+  void* query_partials = nullptr;  // (N, Hkv, key_splits, rows, padded D) sums, null where key_splits is 1
+  void* key_bias_partials = nullptr;  // (N, Hkv, S) column sums of the score gradients; null if nobody asks
+  void* row_deltas = nullptr;         // (N, H, L) sum over s of weight * its gradient, in the accumulation type
+};
+
+/// Part `split` of the keys of (n, kv_head), against all rows of the heads that share them.
+struct BackwardItem {
+  std::int64_t n = 0;
+  std::int64_t kv_head = 0;
+  std::int64_t split = 0;
+};
+
+/// One stored row tile (and key tile) of the attn_mask's gradient: its owner sums over everything that broadcasts.
+struct MaskGradientItem {
+  std::int64_t n = 0;
+  std::int64_t h = 0;
+  std::int64_t row_begin = 0;
+  std::int64_t row_end = 0;
+  std::int64_t key_begin = 0;
+  std::int64_t key_end = 0;
+};
+
+/// One instruction set's kernels for one accumulation type.
+struct KernelTable {
+  std::size_t (*forward_scratch)(const ForwardPlan&);
+  void (*forward)(const ForwardPlan&, const ForwardItem&, std::byte* scratch);
+  std::size_t (*delta_scratch)(const BackwardPlan&);
+  void (*delta)(const BackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block, std::byte* scratch);
+  std::size_t (*backward_scratch)(const BackwardPlan&);
+  void (*backward)(const BackwardPlan&, const BackwardItem&, std::byte* scratch);
+  std::size_t (*partial_row_elements)(const BackwardPlan&);  // padded D
+  void (*reduce_query)(const BackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block);
+  std::size_t (*mask_gradient_scratch)(const BackwardPlan&);
+  void (*mask_gradient)(const BackwardPlan&, const MaskGradientItem&, std::byte* scratch);
+  void (*dropout_row)(const CallConstants&, std::int64_t n, std::int64_t h, std::int64_t l, bool* keep);
+};
+
+struct IsaKernels {
+  KernelTable single;         // sums in float
+  KernelTable double_single;  // sums in double
+};
+
+const IsaKernels& kernels_generic();
+const IsaKernels& kernels_avx2();
+const IsaKernels& kernels_avx512();
+const IsaKernels& kernels_avx512bf16();
+
+}  // namespace fused_mha::cpu

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Splits a call into work items and runs them. Workers pull items, dearest first, from an atomic counter; scratch
+// belongs to the worker only while it works on an item, so no result depends on who did what.
+#include "cpu/run.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <numbers>
+#include <vector>
+
+#include "cpu/plan.h"
+
+namespace fused_mha::cpu {
+namespace {
+
+using core::AttentionProblem;
+using core::DType;
+using core::MaskPlan;
+using core::Parallel;
+
+/// Row blocks whose state an item keeps at once: 16 x 48 rows make the packing of keys cheap (about 1 % of the
+/// products at D = 64) and still fit the L2 cache.
+constexpr std::int64_t kMaxBlocksPerItem = 16;
+/// Bytes of weights that an item may hold back when weights are returned: a good part of the L2 cache.
+constexpr std::int64_t kWeightsPanelBytes = 1 << 20;
+/// Parts that the backward pass's work is split into at least, where the keys are long enough. A constant: the split
+/// decides the order of sums, so it may depend on the shapes only.
+constexpr std::int64_t kBackwardParts = 16;
+/// Fewest key steps worth a split of their own.
+constexpr std::int64_t kMinStepsPerSplit = 4;
+/// Multiply-adds below which waking another thread costs more than it saves.
+constexpr double kSerialWork = 1e6;
+
+const IsaKernels& active_kernels() {
+  switch (active_isa()) {
+#if defined(FUSED_MHA_HAS_AVX512BF16)
+    case Isa::kAvx512Bf16: return kernels_avx512bf16();
+#endif
+#if defined(FUSED_MHA_HAS_AVX512)
+    case Isa::kAvx512: return kernels_avx512();
+#endif
+#if defined(FUSED_MHA_HAS_AVX2)
+    case Isa::kAvx2: return kernels_avx2();
+#endif
+    default: return kernels_generic();
+  }
+}
+
+const KernelTable& kernels_for(DType dtype) {
+  const IsaKernels& kernels = active_kernels();
+  return dtype == DType::kFloat64 ? kernels.double_single : kernels.single;
+}
+
+std::size_t accumulator_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
+
+std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }  // NOLINT(cppcoreguidelines-no-malloc)
+};
+using Buffer = std::unique_ptr<std::byte, FreeDeleter>;
+
+Buffer allocate(std::size_t bytes) {
+  constexpr std::size_t kAlignment = 64;
+  if (bytes == 0) return nullptr;
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Buffer(memory);
+}
+
+Buffer allocate_zeroed(std::size_t bytes) {
+  Buffer buffer = allocate(bytes);
+  std::fill_n(buffer.get(), bytes, std::byte{0});
+  return buffer;
+}
+
+/// Calls body(index, scratch) for all indices below `count`, in order of `order` where it is not empty.
+template <typename Body>
+void for_each_item(const Parallel& parallel, std::int64_t count, std::size_t scratch_bytes, const Body& body) {
+  if (count == 0) return;
+  std::atomic<std::int64_t> next{0};
+  const auto workers = static_cast<int>(std::clamp<std::int64_t>(count, 1, std::max(parallel.threads, 1)));
+  const auto work = [&](int) {
+    Buffer scratch;
+    for (std::int64_t index = next++; index < count; index = next++) {
+      if (scratch == nullptr) scratch = allocate(scratch_bytes);
+      body(index, scratch.get());
+    }
+  };
+  if (workers == 1) {
+    work(0);
+  } else {
+    parallel.run(workers, work);
+  }
+}
+
+double multiply_adds(const AttentionProblem& problem) {
+  return static_cast<double>(problem.batch) * static_cast<double>(problem.heads) *
+         static_cast<double>(problem.query_length) * static_cast<double>(problem.key_length) *
+         static_cast<double>(problem.head_dim + problem.value_dim);
+}
+
+/// The schedule for a problem: itself, or one thread where there is too little to share.
+Parallel schedule_for(const AttentionProblem& problem, const Parallel& parallel) {
+  Parallel schedule = parallel;
+  if (multiply_adds(problem) < kSerialWork) schedule.threads = 1;
+  return schedule;
+}
+
+bool is_float_mask(const core::View& mask) { return mask && mask.dtype != DType::kBool; }
+
+CallConstants make_constants(const AttentionProblem& problem, const MaskPlan& masks) {
+  CallConstants call;
+  call.problem = &problem;
+  call.masks = &masks;
+  call.unit = is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask) ? 4.0 : 1.0;
+  call.bias_factor = std::numbers::log2e / call.unit;
+  call.query_factor = problem.scale * call.bias_factor;
+  call.has_dropout = problem.dropout_p > 0.0;
+  call.dropout_key = core::dropout_key(problem.rng);
+  call.dropout_threshold = core::dropout_threshold(problem.dropout_p);
+  call.dropout_scale = core::dropout_scale(problem.dropout_p);
+  call.blocks_per_head = ceil_div(problem.query_length, kBlockRows);
+  return call;
+}
+
+/// Keys that a block of rows can see at most, as far as lengths and causality tell.
+double block_cost(const CallConstants& call, std::int64_t n, std::int64_t block) {
+  const std::int64_t kept = call.masks->kept_keys(n).count;
+  if (!call.problem->is_causal) return static_cast<double>(kept);
+  return static_cast<double>(std::min(kept, (block + 1) * kBlockRows + call.problem->always_visible_keys));
+}
+
+template <typename Item>
+struct Costed {
+  Item item;
+  double cost = 0.0;
+};
+
+template <typename Item>
+std::vector<Costed<Item>> dearest_first(std::vector<Costed<Item>> items) {
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Costed<Item>& a, const Costed<Item>& b) { return a.cost > b.cost; });
+  return items;
+}
+
+std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& parallel) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
+  const std::int64_t groups = with_weights ? problem.batch : problem.batch * problem.kv_heads;
+  const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
+  std::int64_t most = std::min(blocks, kMaxBlocksPerItem);
+  if (with_weights) {
+    const std::int64_t row_bytes = 2 * (problem.key_length + kForwardKeys) *
+                                   static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
+    most = std::clamp<std::int64_t>(kWeightsPanelBytes / (row_bytes * kBlockRows), 1, most);
+  }
+  // At least two items a thread where there is that much work; even items rather than a short last one.
+  const std::int64_t items_wanted = ceil_div(parallel.threads > 1 ? 2 * parallel.threads : 1, groups);
+  const std::int64_t items = std::clamp(std::max(ceil_div(blocks, most), items_wanted), std::int64_t{1}, blocks);
+  return ceil_div(blocks, items);
+}
+
+std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
+  const std::int64_t kv_heads = with_weights ? 1 : problem.kv_heads;
+  const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
+  std::vector<Costed<ForwardItem>> items;
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+      for (std::int64_t begin = 0; begin < blocks; begin += plan.blocks_per_item) {
+        Costed<ForwardItem> costed{{n, kv_head, begin, std::min(blocks, begin + plan.blocks_per_item)}};
+        for (std::int64_t block = begin; block < costed.item.block_end; ++block) {
+          costed.cost += block_cost(plan.call, n, block % plan.call.blocks_per_head);
+        }
+        items.push_back(costed);
+      }
+    }
+  }
+  return dearest_first(std::move(items));
+}
+
+std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
+  const AttentionProblem& problem = *plan.call.problem;
+  std::vector<Costed<BackwardItem>> items;
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
+      for (std::int64_t split = 0; split < plan.key_splits; ++split) {
+        // Under causality the first keys are seen by the most rows.
+        const double share = problem.is_causal ? 2.0 - static_cast<double>(split) / static_cast<double>(plan.key_splits) : 1.0;
+        items.push_back({{n, kv_head, split}, static_cast<double>(plan.call.masks->kept_keys(n).count) * share});
+      }
+    }
+  }
+  return dearest_first(std::move(items));
+}
+
+std::int64_t choose_key_splits(const AttentionProblem& problem) {
+  const std::int64_t heads = std::max<std::int64_t>(problem.batch * problem.kv_heads, 1);
+  const std::int64_t steps = ceil_div(problem.key_length, kBackwardKeys);
+  return std::clamp(std::min(kBackwardParts / heads, steps / kMinStepsPerSplit), std::int64_t{1},
+                    std::max<std::int64_t>(steps, 1));
+}
+
+void run_deltas(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const std::int64_t blocks = plan.call.blocks_per_head;
+  const std::size_t scratch = kernels.delta_scratch(plan);
+  for_each_item(parallel, problem.batch * problem.heads * blocks, scratch, [&](std::int64_t i, std::byte* memory) {
+    kernels.delta(plan, i / blocks / problem.heads, i / blocks % problem.heads, i % blocks, memory);
+  });
+}
+
+void run_query_reduction(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const std::int64_t blocks = plan.call.blocks_per_head;
+  for_each_item(parallel, problem.batch * problem.heads * blocks, 0, [&](std::int64_t i, std::byte*) {
+    kernels.reduce_query(plan, i / blocks / problem.heads, i / blocks % problem.heads, i % blocks);
+  });
+}
+
+void store_number(const core::MutableView& to, std::int64_t offset, double value) {
+  switch (to.dtype) {
+    case DType::kFloat64: static_cast<double*>(to.data)[offset] = value; break;
+    case DType::kFloat32: static_cast<float*>(to.data)[offset] = static_cast<float>(value); break;
+    case DType::kBFloat16:
+      static_cast<core::BFloat16*>(to.data)[offset] = core::to_bfloat16(static_cast<float>(value));
+      break;
+    case DType::kFloat16:
+      static_cast<core::Float16*>(to.data)[offset] = core::to_float16(static_cast<float>(value));
+      break;
+    case DType::kBool: break;
+  }
+}
+
+/// key_padding_mask's gradient: the column sums of all heads, head after head.
+template <typename T>
+void reduce_key_bias(const BackwardPlan& plan) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const core::MutableView& to = plan.outputs.grad_key_padding_mask;
+  const auto* partials = static_cast<const T*>(plan.key_bias_partials);
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t s = 0; s < problem.masked_keys(); ++s) {
+      T sum{0};
+      for (std::int64_t h = 0; h < problem.kv_heads; ++h) {
+        sum += partials[(n * problem.kv_heads + h) * problem.key_length + s];
+      }
+      store_number(to, to.offset(n, 0, 0, s), static_cast<double>(sum));
+    }
+  }
+}
+
+void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const std::array<std::int64_t, 4>& stored = plan.outputs.attn_mask_sizes;
+  const std::int64_t row_step = stored[2] > 1 ? kMaskGradientRows : 1;
+  const std::int64_t key_step = stored[3] > 1 ? kMaskGradientKeys : 1;
+  std::vector<MaskGradientItem> items;
+  for (std::int64_t n = 0; n < stored[0]; ++n) {
+    for (std::int64_t h = 0; h < stored[1]; ++h) {
+      for (std::int64_t row = 0; row < stored[2]; row += row_step) {
+        for (std::int64_t key = 0; key < stored[3]; key += key_step) {
+          items.push_back({n, h, row, std::min(stored[2], row + row_step), key, std::min(stored[3], key + key_step)});
+        }
+      }
+    }
+  }
+  const std::size_t scratch = problem.masked_keys() == 0 ? 0 : kernels.mask_gradient_scratch(plan);
+  for_each_item(parallel, static_cast<std::int64_t>(items.size()), scratch, [&](std::int64_t i, std::byte* memory) {
+    kernels.mask_gradient(plan, items[static_cast<std::size_t>(i)], memory);
+  });
+}
+
+}  // namespace
+
+void attention_forward(const AttentionProblem& problem, const core::ForwardOutputs& outputs,
+                       const Parallel& parallel) {
+  if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
+  const Parallel schedule = schedule_for(problem, parallel);
+  const MaskPlan masks(problem, schedule);
+  ForwardPlan plan{make_constants(problem, masks), outputs};
+  plan.blocks_per_item = choose_blocks_per_item(plan, schedule);
+  const KernelTable& kernels = kernels_for(problem.query.dtype);
+  const std::vector<Costed<ForwardItem>> items = forward_items(plan);
+  for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.forward_scratch(plan),
+                [&](std::int64_t i, std::byte* memory) {
+                  kernels.forward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                });
+}
+
+void attention_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,
+                        const core::BackwardOutputs& outputs, const Parallel& parallel) {
+  if (problem.batch == 0 || problem.heads == 0) return;
+  const Parallel schedule = schedule_for(problem, parallel);
+  const MaskPlan masks(problem, schedule);
+  const KernelTable& kernels = kernels_for(problem.query.dtype);
+  const std::size_t element = accumulator_size(problem.query.dtype);
+  BackwardPlan plan{make_constants(problem, masks), inputs, outputs};
+  plan.key_splits = choose_key_splits(problem);
+
+  const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
+  const Buffer deltas = allocate(rows * element);
+  plan.row_deltas = deltas.get();
+  run_deltas(plan, kernels, schedule);
+
+  const auto stored_keys = static_cast<std::size_t>(problem.batch * problem.kv_heads * problem.key_length);
+  const Buffer key_bias = outputs.grad_key_padding_mask ? allocate_zeroed(stored_keys * element) : nullptr;
+  plan.key_bias_partials = key_bias.get();
+  if (outputs.grad_query || outputs.grad_key || outputs.grad_value || outputs.grad_key_padding_mask) {
+    Buffer partials;
+    if (plan.key_splits > 1) {
+      const auto padded_rows = static_cast<std::size_t>(problem.batch * problem.heads * plan.key_splits *
+                                                        plan.call.blocks_per_head * kBlockRows);
+      partials = allocate(padded_rows * kernels.partial_row_elements(plan) * element);
+      plan.query_partials = partials.get();
+    }
+    const std::vector<Costed<BackwardItem>> items = backward_items(plan);
+    for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.backward_scratch(plan),
+                  [&](std::int64_t i, std::byte* memory) {
+                    kernels.backward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                  });
+    if (plan.key_splits > 1 && outputs.grad_query) run_query_reduction(plan, kernels, schedule);
+  }
+  if (outputs.grad_key_padding_mask) {
+    problem.query.dtype == DType::kFloat64 ? reduce_key_bias<double>(plan) : reduce_key_bias<float>(plan);
+  }
+  if (outputs.grad_attn_mask) run_mask_gradient(plan, kernels, schedule);
+}
+
+void dropout_mask(const AttentionProblem& problem, bool* keep, const Parallel& parallel) {
+  const MaskPlan masks(problem, parallel);
+  const CallConstants call = make_constants(problem, masks);
+  const KernelTable& kernels = kernels_for(problem.query.dtype);
+  const std::int64_t length = problem.query_length;
+  for_each_item(parallel, problem.batch * problem.heads * length, 0, [&](std::int64_t row, std::byte*) {
+    kernels.dropout_row(call, row / length / problem.heads, row / length % problem.heads, row % length,
+                        keep + row * problem.key_length);
+  });
+}
+
+}  // namespace fused_mha::cpu

@@ -1,0 +1,494 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Gradients of one work item: a part of one head's keys against all rows that share them.
+//
+//   for each step of kBackwardKeys kept keys:          dK = dV = 0
+//     for each block of kBlockRows rows that sees any of them:
+//       P  = exp2(unit (t - row_max)) / row_sum         the forward pass's weights, t as in tile_forward.h
+//       dP = dO V^T + gW                                the same register tile as the scores
+//       Z  = keep / (1 - p)
+//       dS = P * (Z * dP - delta),  delta = rowsum(Z * P * dP)
+//       dV += (Z * P)^T dO,  dK += dS^T Q,  dQ += dS K  rank updates; sums stay in T
+//   dQ, dK times scale
+//
+// (Dao et al., "FlashAttention", 2022, appendix B.4, with the gradient gW of returned weights added.) Hidden elements
+// have P = dS = 0 by selection, so nothing that is not finite passes through them. Sums run over blocks in order: the
+// same bits whatever the schedule.
+#pragma once
+
+#include "cpu/tile_forward.h"
+
+namespace fused_mha::cpu::FUSED_MHA_ISA {
+
+/// One block of rows, packed in both forms.
+template <typename T>
+struct GradRows {
+  RowBlock block;
+  T* queries = nullptr;      // [row group][D][kScoreRows], times query_factor
+  T* query_rows = nullptr;   // [kBlockRows][padded D]
+  T* grads = nullptr;        // [row group][Dv][kScoreRows]
+  T* grad_rows = nullptr;    // [kBlockRows][padded Dv]
+  T* query_grad = nullptr;   // [kBlockRows][padded D], sums
+  T row_max[kBlockRows];     // 0 where the row saw nothing
+  T reciprocal[kBlockRows];  // 1 / row_sum, 0 where the row saw nothing
+  T delta[kBlockRows];
+  bool packed = false;
+  bool started = false;  // query_grad holds something
+  bool not_finite = false;
+};
+
+template <typename T>
+struct GradKeys {
+  KeySpan keys;
+  T* keys_transposed = nullptr;    // [group][D][kGroupKeys]
+  T* values_transposed = nullptr;  // [group][Dv][kGroupKeys]
+  T* key_rows = nullptr;           // [kBackwardKeys][padded D]
+  T* key_grad = nullptr;           // [kBackwardKeys][padded D]
+  T* value_grad = nullptr;         // [kBackwardKeys][padded Dv]
+  T* bias_grad = nullptr;          // [kBackwardKeys]
+  T* key_bias = nullptr;           // [kBackwardKeys], null where key_padding_mask adds nothing
+  bool keys_not_finite = false;
+};
+
+/// The weights of a tile and the gradients of its scores, rows kBackwardKeys apart.
+template <typename T>
+struct GradTile {
+  T* weights = nullptr;
+  T* score_grads = nullptr;
+  T* best = nullptr;  // what mask_tile wants; not used
+  TileMask<kBackwardKeys>* mask = nullptr;
+};
+
+template <typename T>
+struct BackwardSizes {
+  std::int64_t padded_d = 0;
+  std::int64_t padded_dv = 0;
+  std::int64_t queries = 0;  // elements of GradRows::queries
+  std::int64_t grads = 0;    // elements of GradRows::grads
+
+  explicit BackwardSizes(const core::AttentionProblem& problem)
+      : padded_d(round_up(problem.head_dim, kLanes<T>)),
+        padded_dv(round_up(problem.value_dim, kLanes<T>)),
+        queries(kBlockRows * problem.head_dim + kLanes<T>),
+        grads(kBlockRows * problem.value_dim + kLanes<T>) {}
+};
+
+template <typename T>
+static void take_rows(Arena& arena, const BackwardSizes<T>& sizes, bool with_grad, GradRows<T>* rows,
+                      std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    GradRows<T> carved;
+    carved.queries = arena.take<T>(sizes.queries);
+    carved.query_rows = arena.take<T>(kBlockRows * sizes.padded_d);
+    carved.grads = arena.take<T>(sizes.grads);
+    carved.grad_rows = arena.take<T>(kBlockRows * sizes.padded_dv);
+    if (with_grad) carved.query_grad = arena.take<T>(kBlockRows * sizes.padded_d);
+    if (rows != nullptr) rows[i] = carved;
+  }
+}
+
+template <typename T>
+static GradKeys<T> take_keys(Arena& arena, const CallConstants& call, const BackwardSizes<T>& sizes) {
+  const core::AttentionProblem& problem = *call.problem;
+  GradKeys<T> keys;
+  keys.keys_transposed = arena.take<T>(kBackwardKeys * problem.head_dim + kLanes<T>);
+  keys.values_transposed = arena.take<T>(kBackwardKeys * problem.value_dim + kLanes<T>);
+  keys.key_rows = arena.take<T>(kBackwardKeys * sizes.padded_d);
+  keys.key_grad = arena.take<T>(kBackwardKeys * sizes.padded_d);
+  keys.value_grad = arena.take<T>(kBackwardKeys * sizes.padded_dv);
+  keys.bias_grad = arena.take<T>(kBackwardKeys);
+  if (call.masks->has_padding_bias()) keys.key_bias = arena.take<T>(kBackwardKeys);
+  return keys;
+}
+
+template <typename T>
+static GradTile<T> take_tile(Arena& arena) {
+  GradTile<T> tile;
+  tile.weights = arena.take<T>(kBlockRows * kBackwardKeys);
+  tile.score_grads = arena.take<T>(kBlockRows * kBackwardKeys);
+  tile.best = arena.take<T>(kBlockRows * kLanes<T>);
+  tile.mask = arena.take<TileMask<kBackwardKeys>>(1);
+  return tile;
+}
+
+template <typename T>
+static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const RowBlock& block,
+                           GradRows<T>& rows) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const KeySpan span{nullptr, block.row_begin, block.rows};
+  const Matrix query = matrix_of(problem.query, block.n, block.h);
+  rows.block = block;
+  pack_row_groups<T>(query, span, problem.head_dim, static_cast<T>(plan.call.query_factor), rows.queries);
+  rows.not_finite =
+      pack_rows<T>(query, span, problem.head_dim, sizes.padded_d, kBlockRows, T{1}, rows.query_rows);
+  if (plan.inputs.grad_output) {
+    const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
+    pack_row_groups<T>(grad, span, problem.value_dim, T{1}, rows.grads);
+    const bool not_finite =
+        pack_rows<T>(grad, span, problem.value_dim, sizes.padded_dv, kBlockRows, T{1}, rows.grad_rows);
+    rows.not_finite = rows.not_finite || not_finite;
+  } else {
+    for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = T{0};
+    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_dv; ++i) rows.grad_rows[i] = T{0};
+  }
+  const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + block.row_begin;
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    const T largest = static_cast<const T*>(plan.inputs.row_max)[statistic + row];
+    const T sum = static_cast<const T*>(plan.inputs.row_sum)[statistic + row];
+    rows.row_max[row] = largest == kMinusInfinity<T> ? T{0} : largest;
+    rows.reciprocal[row] = sum == T{0} ? T{0} : T{1} / sum;
+    rows.delta[row] = plan.row_deltas == nullptr ? T{0} : static_cast<const T*>(plan.row_deltas)[statistic + row];
+  }
+  rows.packed = true;
+}
+
+template <typename T>
+static void pack_grad_keys(const CallConstants& call, const BackwardSizes<T>& sizes, std::int64_t n,
+                           std::int64_t kv_head, GradKeys<T>& tile) {
+  const core::AttentionProblem& problem = *call.problem;
+  const Matrix key = matrix_of(problem.key, n, kv_head);
+  pack_key_groups<T>(key, tile.keys, problem.head_dim, tile.keys_transposed);
+  pack_key_groups<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, tile.values_transposed);
+  tile.keys_not_finite =
+      pack_rows<T>(key, tile.keys, problem.head_dim, sizes.padded_d, kBackwardKeys, T{1}, tile.key_rows);
+  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kBackwardKeys, tile.key_bias);
+}
+
+/// One row's gradient of returned weights for a group of keys, with the 1 / H of an average; zeros behind the keys.
+template <typename T>
+static void load_weight_grads(const BackwardPlan& plan, const RowBlock& block, std::int64_t row, const KeySpan& keys,
+                              T* out) {
+  const core::View& grad = plan.inputs.grad_weights;
+  const bool averaged = plan.inputs.weights_mode == core::WeightsMode::kAveraged;
+  const T share = averaged ? T{1} / static_cast<T>(plan.call.problem->heads) : T{1};
+  const std::int64_t offset = grad.offset(block.n, averaged ? 0 : block.h, block.row_begin + row, 0);
+  with_storage<T>(grad.data, grad.dtype, [&](const auto* base) {
+    for (std::int64_t i = 0; i < kGroupKeys; ++i) {
+      out[i] = i < keys.count ? element_as<T>(base[offset + keys[i] * grad.strides[3]]) * share : T{0};
+    }
+  });
+}
+
+/// Scores of the tile's visible groups, masked, into tile.weights.
+template <typename T>
+static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, const GradKeys<T>& keys,
+                            GradTile<T>& tile) {
+  const std::int64_t depth = call.problem->head_dim;
+  const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
+  for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
+    if (tile.mask->is_hidden(group)) continue;
+    score_group<T, false, kBackwardKeys>(rows.queries, row_groups, keys.keys_transposed + group * kGroupKeys * depth,
+                                         depth, tile.weights + group * kGroupKeys, tile.best);
+  }
+  if (tile.mask->any_mixed) {
+    mask_tile<T, kBackwardKeys>(call, rows.block, keys.keys, keys.key_bias, tile.weights, tile.best, *tile.mask);
+  }
+}
+
+/// Z * P and dS of one row, in place of scores and dO V^T.
+template <typename T>
+FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& rows, std::int64_t row,
+                                   const GradKeys<T>& keys, const std::uint32_t* keep, GradTile<T>& tile) {
+  constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
+  const Vec<T> unit = broadcast<T>(static_cast<T>(plan.call.unit));
+  const Vec<T> reference = broadcast<T>(rows.row_max[row]);
+  const Vec<T> reciprocal = broadcast<T>(rows.reciprocal[row]);
+  const Vec<T> delta = broadcast<T>(rows.delta[row]);
+  const Vec<T> dropout_scale = broadcast<T>(static_cast<T>(plan.call.dropout_scale));
+  for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
+    if (tile.mask->is_hidden(group)) continue;
+    T* weights = tile.weights + row * kBackwardKeys + group * kGroupKeys;
+    T* score_grads = tile.score_grads + row * kBackwardKeys + group * kGroupKeys;
+    if (plan.inputs.grad_weights) {
+      T added[kGroupKeys];
+      load_weight_grads<T>(plan, rows.block, row, group_of(keys.keys, group), added);
+      for (std::int64_t i = 0; i < kGroupKeys; ++i) score_grads[i] += added[i];
+    }
+    const bool mixed = tile.mask->is_mixed(group);
+    const std::uint32_t visible = mixed ? tile.mask->visible[row][group] : 0xFFFFFFFFU;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec<T> p = exp2((load<T>(weights + v * kLanes<T>) - reference) * unit) * reciprocal;
+      Vec<T> kept = p;
+      Vec<T> p_grad = load<T>(score_grads + v * kLanes<T>);
+      if (keep != nullptr) {
+        const std::uint32_t bits = keep[group] >> (v * kLanes<T>);
+        kept = select<T>(bits, p * dropout_scale, Vec<T>{});
+        p_grad = select<T>(bits, p_grad * dropout_scale, Vec<T>{});
+      }
+      Vec<T> score_grad = p * (p_grad - delta);
+      if (mixed) score_grad = select<T>(visible >> (v * kLanes<T>), score_grad, Vec<T>{});
+      store<T>(weights + v * kLanes<T>, kept);
+      store<T>(score_grads + v * kLanes<T>, score_grad);
+    }
+  }
+}
+
+/// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
+template <typename T>
+static void gradient_tile(const BackwardPlan& plan, const GradRows<T>& rows, const GradKeys<T>& keys,
+                          GradTile<T>& tile) {
+  const CallConstants& call = plan.call;
+  const std::int64_t value_depth = call.problem->value_dim;
+  const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
+  score_grad_tile<T>(call, rows, keys, tile);
+  for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
+    if (tile.mask->is_hidden(group)) {
+      for (std::int64_t row = 0; row < rows.block.rows; ++row) {
+        for (std::int64_t i = 0; i < kGroupKeys; i += kLanes<T>) {
+          store<T>(tile.weights + row * kBackwardKeys + group * kGroupKeys + i, Vec<T>{});
+          store<T>(tile.score_grads + row * kBackwardKeys + group * kGroupKeys + i, Vec<T>{});
+        }
+      }
+    } else {
+      score_group<T, false, kBackwardKeys>(rows.grads, row_groups,
+                                           keys.values_transposed + group * kGroupKeys * value_depth, value_depth,
+                                           tile.score_grads + group * kGroupKeys, tile.best);
+    }
+  }
+  for (std::int64_t row = 0; row < rows.block.rows; ++row) {
+    std::uint32_t keep[TileMask<kBackwardKeys>::kGroups];
+    if (call.has_dropout) {
+      dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys, keep);
+    }
+    gradient_row<T>(plan, rows, row, keys, call.has_dropout ? keep : nullptr, tile);
+  }
+}
+
+/// The visible groups' hull, widened to whole register tiles: keys [begin, end) of the step.
+struct KeyHull {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+static KeyHull visible_hull(const TileMask<kBackwardKeys>& mask) {
+  std::int64_t first = 0;
+  while (mask.is_hidden(first)) ++first;
+  std::int64_t last = TileMask<kBackwardKeys>::kGroups - 1;
+  while (mask.is_hidden(last)) --last;
+  return {first * kGroupKeys / kRankRowQuantum * kRankRowQuantum,
+          round_up((last + 1) * kGroupKeys, kRankRowQuantum)};
+}
+
+/// The three rank updates where an operand is not finite: only visible pairs may meet.
+template <typename T>
+static void accumulate_visible_grads(const BackwardSizes<T>& sizes, GradRows<T>& rows, GradKeys<T>& keys,
+                                     const GradTile<T>& tile) {
+  const auto add = [](T weight, const T* from, std::int64_t count, T* to) {
+    const Vec<T> factor = broadcast<T>(weight);
+    for (std::int64_t i = 0; i < count; i += kLanes<T>) {
+      store<T>(to + i, fma(factor, load<T>(from + i), load<T>(to + i)));
+    }
+  };
+  if (!rows.started) {
+    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_d; ++i) rows.query_grad[i] = T{0};
+  }
+  for (std::int64_t row = 0; row < rows.block.rows; ++row) {
+    for (std::int64_t key = 0; key < keys.keys.count; ++key) {
+      if (!tile.mask->sees(row, key)) continue;
+      const T weight = tile.weights[row * kBackwardKeys + key];
+      const T score_grad = tile.score_grads[row * kBackwardKeys + key];
+      add(weight, rows.grad_rows + row * sizes.padded_dv, sizes.padded_dv, keys.value_grad + key * sizes.padded_dv);
+      add(score_grad, rows.query_rows + row * sizes.padded_d, sizes.padded_d, keys.key_grad + key * sizes.padded_d);
+      add(score_grad, keys.key_rows + key * sizes.padded_d, sizes.padded_d, rows.query_grad + row * sizes.padded_d);
+    }
+  }
+}
+
+template <typename T>
+static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, GradRows<T>& rows,
+                             GradKeys<T>& keys, const GradTile<T>& tile) {
+  if (plan.key_bias_partials != nullptr) {
+    for (std::int64_t row = 0; row < rows.block.rows; ++row) {
+      for (std::int64_t key = 0; key < kBackwardKeys; key += kLanes<T>) {
+        store<T>(keys.bias_grad + key,
+                 load<T>(keys.bias_grad + key) + load<T>(tile.score_grads + row * kBackwardKeys + key));
+      }
+    }
+  }
+  if (tile.mask->any_mixed && (rows.not_finite || keys.keys_not_finite)) {
+    accumulate_visible_grads<T>(sizes, rows, keys, tile);
+  } else {
+    const KeyHull hull = visible_hull(*tile.mask);
+    const std::int64_t count = hull.end - hull.begin;
+    rank_update<T, 1, kBackwardKeys>(tile.weights + hull.begin, count, rows.grad_rows, sizes.padded_dv,
+                                     rows.block.rows, keys.value_grad + hull.begin * sizes.padded_dv, true);
+    rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
+                                     rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
+    rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
+                                     keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d, count,
+                                     rows.query_grad, rows.started);
+  }
+  rows.started = true;
+}
+
+/// Writes a finished step's key and value gradients to the keys it stands for.
+template <typename T>
+static void store_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
+                            const GradKeys<T>& keys) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const core::MutableView& key_grad = plan.outputs.grad_key;
+  const core::MutableView& value_grad = plan.outputs.grad_value;
+  for (std::int64_t i = 0; i < keys.keys.count; ++i) {
+    const std::int64_t s = keys.keys[i];
+    if (key_grad) {
+      store_row<T>(keys.key_grad + i * sizes.padded_d, problem.head_dim, static_cast<T>(problem.scale), key_grad,
+                   key_grad.offset(item.n, item.kv_head, s, 0));
+    }
+    if (value_grad) {
+      store_row<T>(keys.value_grad + i * sizes.padded_dv, problem.value_dim, T{1}, value_grad,
+                   value_grad.offset(item.n, item.kv_head, s, 0));
+    }
+    if (plan.key_bias_partials != nullptr) {
+      static_cast<T*>(plan.key_bias_partials)[(item.n * problem.kv_heads + item.kv_head) * problem.key_length + s] =
+          keys.bias_grad[i];
+    }
+  }
+}
+
+/// Keys that key_padding_mask hides get gradient 0.
+template <typename T>
+static void store_hidden_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
+                                   GradKeys<T>& keys) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const KeySpan& kept = plan.call.masks->kept_keys(item.n);
+  if (kept.count == problem.key_length) return;
+  for (std::int64_t i = 0; i < sizes.padded_d; ++i) keys.key_grad[i] = T{0};
+  for (std::int64_t i = 0; i < sizes.padded_dv; ++i) keys.value_grad[i] = T{0};
+  keys.bias_grad[0] = T{0};
+  std::int64_t next = 0;
+  for (std::int64_t s = 0; s < problem.key_length; ++s) {
+    if (next < kept.count && kept[next] == s) {
+      ++next;
+      continue;
+    }
+    keys.keys = {nullptr, s, 1};
+    store_key_grads<T>(plan, sizes, item, keys);
+  }
+}
+
+template <typename T>
+static void store_query_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const RowBlock& block,
+                              const T* sums) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const core::MutableView& to = plan.outputs.grad_query;
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    store_row<T>(sums + row * sizes.padded_d, problem.head_dim, static_cast<T>(problem.scale), to,
+                 to.offset(block.n, block.h, block.row_begin + row, 0));
+  }
+}
+
+template <typename T>
+static T* query_partial(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::int64_t n, std::int64_t kv_head,
+                        std::int64_t split, std::int64_t block_index) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const std::int64_t blocks = problem.heads_per_kv_head() * plan.call.blocks_per_head;
+  const std::int64_t part = (n * problem.kv_heads + kv_head) * plan.key_splits + split;
+  return static_cast<T*>(plan.query_partials) + (part * blocks + block_index) * kBlockRows * sizes.padded_d;
+}
+
+template <typename T>
+static std::size_t partial_row_elements(const BackwardPlan& plan) {
+  return static_cast<std::size_t>(BackwardSizes<T>(*plan.call.problem).padded_d);
+}
+
+template <typename T>
+struct BackwardScratch {
+  GradRows<T>* rows = nullptr;
+  GradKeys<T> keys;
+  GradTile<T> tile;
+  std::int64_t blocks = 0;
+
+  std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
+    Arena arena(base);
+    blocks = plan.call.problem->heads_per_kv_head() * plan.call.blocks_per_head;
+    rows = arena.take<GradRows<T>>(blocks);
+    take_rows<T>(arena, sizes, plan.key_splits == 1, rows, blocks);
+    keys = take_keys<T>(arena, plan.call, sizes);
+    tile = take_tile<T>(arena);
+    return arena.used();
+  }
+};
+
+template <typename T>
+static std::size_t backward_scratch(const BackwardPlan& plan) {
+  return BackwardScratch<T>{}.carve(plan, BackwardSizes<T>(*plan.call.problem), nullptr);
+}
+
+/// One step of keys against every block of rows.
+template <typename T>
+static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
+                          BackwardScratch<T>& scratch) {
+  const CallConstants& call = plan.call;
+  GradKeys<T>& keys = scratch.keys;
+  const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
+  pack_grad_keys<T>(call, sizes, item.n, item.kv_head, keys);
+  for (std::int64_t i = 0; i < kBackwardKeys * sizes.padded_d; ++i) keys.key_grad[i] = T{0};
+  for (std::int64_t i = 0; i < kBackwardKeys * sizes.padded_dv; ++i) keys.value_grad[i] = T{0};
+  for (std::int64_t i = 0; i < kBackwardKeys; ++i) keys.bias_grad[i] = T{0};
+  for (std::int64_t i = 0; i < scratch.blocks; ++i) {
+    GradRows<T>& rows = scratch.rows[i];
+    const RowBlock block =
+        row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head);
+    classify_tile<kBackwardKeys>(call, block, keys.keys, *scratch.tile.mask);
+    if (!scratch.tile.mask->any_visible) continue;
+    if (!rows.packed) pack_grad_rows<T>(plan, sizes, block, rows);
+    gradient_tile<T>(plan, rows, keys, scratch.tile);
+    accumulate_grads<T>(plan, sizes, rows, keys, scratch.tile);
+  }
+  store_key_grads<T>(plan, sizes, item, keys);
+}
+
+template <typename T>
+static void backward_item(const BackwardPlan& plan, const BackwardItem& item, std::byte* base) {
+  const CallConstants& call = plan.call;
+  const BackwardSizes<T> sizes(*call.problem);
+  BackwardScratch<T> scratch;
+  scratch.carve(plan, sizes, base);
+  if (plan.key_splits > 1) {
+    for (std::int64_t i = 0; i < scratch.blocks; ++i) {
+      scratch.rows[i].query_grad = query_partial<T>(plan, sizes, item.n, item.kv_head, item.split, i);
+    }
+  }
+  if (item.split == 0) store_hidden_key_grads<T>(plan, sizes, item, scratch.keys);
+  const KeySpan& kept = call.masks->kept_keys(item.n);
+  const std::int64_t steps = (kept.count + kBackwardKeys - 1) / kBackwardKeys;
+  const std::int64_t end = steps * (item.split + 1) / plan.key_splits;
+  for (std::int64_t step = steps * item.split / plan.key_splits; step < end; ++step) {
+    const std::int64_t begin = step * kBackwardKeys;
+    const std::int64_t left = kept.count - begin;
+    scratch.keys.keys = kept.part(begin, left < kBackwardKeys ? left : kBackwardKeys);
+    backward_step<T>(plan, sizes, item, scratch);
+  }
+  const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
+  for (std::int64_t i = 0; i < scratch.blocks; ++i) {
+    GradRows<T>& rows = scratch.rows[i];
+    if (!rows.started) {
+      for (std::int64_t k = 0; k < kBlockRows * sizes.padded_d; ++k) rows.query_grad[k] = T{0};
+    }
+    if (plan.key_splits == 1 && plan.outputs.grad_query) {
+      store_query_grads<T>(
+          plan, sizes, row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head),
+          rows.query_grad);
+    }
+  }
+}
+
+/// Adds up the splits' sums of one block of rows, first split first.
+template <typename T>
+static void reduce_query(const BackwardPlan& plan, std::int64_t n, std::int64_t h, std::int64_t block) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const BackwardSizes<T> sizes(problem);
+  const std::int64_t kv_head = h / problem.heads_per_kv_head();
+  const std::int64_t index = h % problem.heads_per_kv_head() * plan.call.blocks_per_head + block;
+  T* sums = query_partial<T>(plan, sizes, n, kv_head, 0, index);
+  for (std::int64_t split = 1; split < plan.key_splits; ++split) {
+    const T* part = query_partial<T>(plan, sizes, n, kv_head, split, index);
+    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_d; i += kLanes<T>) {
+      store<T>(sums + i, load<T>(sums + i) + load<T>(part + i));
+    }
+  }
+  store_query_grads<T>(plan, sizes, row_block(plan.call, n, h, block), sums);
+}
+
+}  // namespace fused_mha::cpu::FUSED_MHA_ISA

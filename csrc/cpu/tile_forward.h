@@ -1,0 +1,509 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Forward attention of one work item: some blocks of query rows that share a head of keys.
+//
+//   for each step of kForwardKeys kept keys:       keys packed transposed, values packed in rows
+//     for each block of kBlockRows rows that sees any of them:
+//       t = Q K^T + masks                          register tiles, masks only where a group is mixed
+//       m' = max(m, rowmax t);  P = exp2(unit (t - m'))
+//       sum = sum exp2(unit (m - m')) + rowsum P;  O = O exp2(unit (m - m')) + keep(P) V
+//   output = O / (sum (1 - p));  row_max = m, row_sum = sum
+//
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.) Sums in T. A row without
+// visible keys keeps m = -inf, sum = 0, O = 0. The order of sums depends on the row alone, never on the item.
+#pragma once
+
+#include "cpu/dropout_bits.h"
+#include "cpu/pack.h"
+#include "cpu/tile_masks.h"
+#include "cpu/tile_math.h"
+
+namespace fused_mha::cpu::FUSED_MHA_ISA {
+
+/// Carves aligned arrays from an item's scratch, or only adds up their sizes where there is none yet.
+class Arena {
+ public:
+  explicit Arena(std::byte* base) : base_(base) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    const std::size_t begin = used_;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + begin);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+/// Packed keys and values of one step.
+template <typename T, std::int64_t kKeys>
+struct KeyTile {
+  KeySpan keys;
+  T* keys_transposed = nullptr;  // [group][D][kGroupKeys]
+  T* values = nullptr;           // [kKeys][padded Dv]
+  T* key_bias = nullptr;         // [kKeys], null where key_padding_mask adds nothing
+  bool values_not_finite = false;
+};
+
+/// Running state of one block of rows.
+template <typename T>
+struct RowState {
+  RowBlock block;
+  T* queries = nullptr;  // [row group][D][kScoreRows], times query_factor
+  T* output = nullptr;   // [kBlockRows][padded Dv], unnormalized
+  T* row_max = nullptr;  // [kBlockRows]
+  T* sums = nullptr;     // [kBlockRows][lanes], lanewise
+  bool started = false;  // output holds something
+};
+
+/// What weights are made from: unnormalized P of every step, and the maximum it was taken against.
+template <typename T>
+struct WeightsPanel {
+  T* weights = nullptr;   // [row][kept keys, padded]
+  T* step_max = nullptr;  // [row][steps]; -inf where the row had seen nothing yet, so its zeros stay zeros
+  T* average = nullptr;   // [row][kept keys, padded]; null where weights go out per head
+  std::int64_t row_stride = 0;
+  std::int64_t steps = 0;
+};
+
+template <typename T>
+struct ForwardScratch {
+  std::int64_t padded_dv = 0;
+  std::int64_t max_blocks = 0;
+  RowState<T>* states = nullptr;
+  KeyTile<T, kForwardKeys> key_tile;
+  T* tile = nullptr;  // [kBlockRows][kForwardKeys]
+  T* best = nullptr;  // [kBlockRows][lanes]
+  TileMask<kForwardKeys>* mask = nullptr;
+  WeightsPanel<T> panel;
+
+  std::size_t carve(const ForwardPlan& plan, std::byte* base) {
+    const core::AttentionProblem& problem = *plan.call.problem;
+    Arena arena(base);
+    padded_dv = round_up(problem.value_dim, kLanes<T>);
+    max_blocks = plan.blocks_per_item;
+    states = arena.take<RowState<T>>(max_blocks);
+    T* queries = arena.take<T>(max_blocks * query_elements(problem));
+    T* outputs = arena.take<T>(max_blocks * kBlockRows * padded_dv);
+    T* row_max = arena.take<T>(max_blocks * kBlockRows);
+    T* sums = arena.take<T>(max_blocks * kBlockRows * kLanes<T>);
+    key_tile.keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim + kLanes<T>);
+    key_tile.values = arena.take<T>(kForwardKeys * padded_dv);
+    key_tile.key_bias = plan.call.masks->has_padding_bias() ? arena.take<T>(kForwardKeys) : nullptr;
+    tile = arena.take<T>(kBlockRows * kForwardKeys);
+    best = arena.take<T>(kBlockRows * kLanes<T>);
+    mask = arena.take<TileMask<kForwardKeys>>(1);
+    if (plan.outputs.weights_mode != core::WeightsMode::kNone) {
+      // A run of kept keys may begin inside a step of the key grid: one step more than its length asks for.
+      panel.steps = problem.key_length / kForwardKeys + 2;
+      panel.row_stride = problem.key_length + kForwardKeys;
+      panel.weights = arena.take<T>(max_blocks * kBlockRows * panel.row_stride);
+      panel.step_max = arena.take<T>(max_blocks * kBlockRows * panel.steps);
+      if (plan.outputs.weights_mode == core::WeightsMode::kAveraged) {
+        panel.average = arena.take<T>(max_blocks * kBlockRows * panel.row_stride);
+      }
+    }
+    if (base != nullptr) {
+      for (std::int64_t i = 0; i < max_blocks; ++i) {
+        states[i].queries = queries + i * query_elements(problem);
+        states[i].output = outputs + i * kBlockRows * padded_dv;
+        states[i].row_max = row_max + i * kBlockRows;
+        states[i].sums = sums + i * kBlockRows * kLanes<T>;
+      }
+    }
+    return arena.used();
+  }
+
+  static std::int64_t query_elements(const core::AttentionProblem& problem) {
+    return round_up(kBlockRows, kScoreRows) * problem.head_dim + kLanes<T>;
+  }
+};
+
+template <typename T>
+static void pack_row_groups(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
+  for (std::int64_t begin = 0; begin < rows.count; begin += kScoreRows) {
+    const std::int64_t left = rows.count - begin;
+    pack_transposed<T, kScoreRows>(from, rows.part(begin, left < kScoreRows ? left : kScoreRows), columns, factor,
+                                   out + begin * columns);
+  }
+}
+
+template <typename T>
+static void pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, T* out) {
+  for (std::int64_t group = 0; group * kGroupKeys < keys.count; ++group) {
+    pack_transposed<T, kGroupKeys>(from, group_of(keys, group), columns, T{1}, out + group * kGroupKeys * columns);
+  }
+}
+
+template <typename T>
+static void begin_rows(const CallConstants& call, const RowBlock& block, RowState<T>& state) {
+  const core::AttentionProblem& problem = *call.problem;
+  state.block = block;
+  state.started = false;
+  pack_row_groups<T>(matrix_of(problem.query, block.n, block.h), {nullptr, block.row_begin, block.rows},
+                     problem.head_dim, static_cast<T>(call.query_factor), state.queries);
+  for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
+  for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
+}
+
+template <typename T, std::int64_t kKeys>
+static void pack_key_tile(const CallConstants& call, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
+                          KeyTile<T, kKeys>& tile) {
+  const core::AttentionProblem& problem = *call.problem;
+  pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
+  tile.values_not_finite =
+      pack_rows<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
+                   round_up(tile.keys.count, kGroupKeys), T{1}, tile.values);
+  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kKeys, tile.key_bias);
+}
+
+/// exp2(unit (a - b)) for one pair.
+template <typename T>
+FUSED_MHA_INLINE T exp2_difference(T a, T b, T unit) {
+  return exp2(broadcast<T>((a - b) * unit))[0];
+}
+
+/// Turns one row of scores into P in place and brings the row's maximum, sum and output up to date.
+template <typename T, bool kUnitIsOne>
+FUSED_MHA_INLINE void softmax_row(RowState<T>& state, std::int64_t row, std::int64_t padded_dv, T unit,
+                               const TileMask<kForwardKeys>& mask, T* scores, T best, const std::uint32_t* keep) {
+  constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
+  const T previous = state.row_max[row];
+  const T largest = best > previous ? best : previous;
+  const T reference = largest == kMinusInfinity<T> ? T{0} : largest;  // a row that sees nothing yet: exp2(-inf) = 0
+  T* sums = state.sums + row * kLanes<T>;
+  if (largest > previous) {
+    state.row_max[row] = largest;
+    if (state.started) {
+      const Vec<T> shrink = broadcast<T>(exp2_difference<T>(previous, reference, unit));
+      store<T>(sums, load<T>(sums) * shrink);
+      T* output = state.output + row * padded_dv;
+      for (std::int64_t i = 0; i < padded_dv; i += kLanes<T>) store<T>(output + i, load<T>(output + i) * shrink);
+    }
+  }
+  const Vec<T> offset = broadcast<T>(reference);
+  Vec<T> sum = load<T>(sums);
+  for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
+    if (mask.is_hidden(group)) continue;
+    T* part = scores + group * kGroupKeys;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      Vec<T> difference = load<T>(part + v * kLanes<T>) - offset;
+      if constexpr (!kUnitIsOne) difference = difference * broadcast<T>(unit);
+      const Vec<T> p = exp2(difference);
+      sum = sum + p;
+      store<T>(part + v * kLanes<T>,
+               keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{}));
+    }
+  }
+  store<T>(sums, sum);
+}
+
+/// O += P V where a value is not finite: a weight of 0 must not meet it unless its row sees the key.
+template <typename T, std::int64_t kKeys>
+static void accumulate_visible(const TileMask<kKeys>& mask, const T* weights, std::int64_t rows, const T* values,
+                               std::int64_t keys, std::int64_t ld, T* output) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t key = 0; key < keys; ++key) {
+      if (!mask.sees(row, key)) continue;
+      const Vec<T> weight = broadcast<T>(weights[row * kKeys + key]);
+      for (std::int64_t i = 0; i < ld; i += kLanes<T>) {
+        store<T>(output + row * ld + i, fma(weight, load<T>(values + key * ld + i), load<T>(output + row * ld + i)));
+      }
+    }
+  }
+}
+
+template <typename T>
+static void accumulate_output(const KeyTile<T, kForwardKeys>& keys, const TileMask<kForwardKeys>& mask,
+                              std::int64_t padded_dv, const T* weights, RowState<T>& state) {
+  if (keys.values_not_finite && mask.any_mixed) {
+    if (!state.started) {
+      for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
+    }
+    accumulate_visible<T, kForwardKeys>(mask, weights, state.block.rows, keys.values, keys.keys.count, padded_dv,
+                                        state.output);
+    state.started = true;
+    return;
+  }
+  std::int64_t group = 0;
+  while (group < TileMask<kForwardKeys>::kGroups) {
+    if (mask.is_hidden(group)) {
+      ++group;
+      continue;
+    }
+    const std::int64_t begin = group * kGroupKeys;
+    while (group < TileMask<kForwardKeys>::kGroups && !mask.is_hidden(group)) ++group;
+    const std::int64_t end = group * kGroupKeys < keys.keys.count ? group * kGroupKeys : keys.keys.count;
+    rank_update<T, kForwardKeys, 1>(weights + begin, state.block.rows, keys.values + begin * padded_dv, padded_dv,
+                                    end - begin, state.output, state.started);
+    state.started = true;
+  }
+}
+
+template <typename T>
+static void save_weights(const WeightsPanel<T>& panel, std::int64_t block_index, std::int64_t row, std::int64_t step,
+                         std::int64_t first_key, std::int64_t key_count, const TileMask<kForwardKeys>& mask,
+                         const T* weights, T row_max) {
+  const std::int64_t panel_row = block_index * kBlockRows + row;
+  panel.step_max[panel_row * panel.steps + step] = row_max;
+  T* target = panel.weights + panel_row * panel.row_stride + first_key;
+  for (std::int64_t key = 0; key < key_count; key += kLanes<T>) {
+    store<T>(target + key, mask.is_hidden(key / kGroupKeys) ? Vec<T>{} : load<T>(weights + key));
+  }
+}
+
+/// One step for one block of rows.
+template <typename T, bool kUnitIsOne>
+static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
+                         std::int64_t step, std::int64_t first_key) {
+  const CallConstants& call = plan.call;
+  const KeyTile<T, kForwardKeys>& keys = scratch.key_tile;
+  const std::int64_t depth = call.problem->head_dim;
+  TileMask<kForwardKeys>& mask = *scratch.mask;
+  RowState<T>& state = scratch.states[block_index];
+  const RowBlock& block = state.block;
+  const std::int64_t row_groups = (block.rows + kScoreRows - 1) / kScoreRows;
+  for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
+  for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
+    if (mask.is_hidden(group)) continue;
+    const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
+    T* scores = scratch.tile + group * kGroupKeys;
+    if (mask.is_mixed(group)) {
+      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, scratch.best);
+    } else {
+      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, scratch.best);
+    }
+  }
+  if (mask.any_mixed) {
+    mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
+  }
+  const T unit = static_cast<T>(call.unit);
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    std::uint32_t keep[TileMask<kForwardKeys>::kGroups];
+    if (call.has_dropout) dropout_span_bits(call, block.n, block.h, block.row_begin + row, keys.keys, keep);
+    T* scores = scratch.tile + row * kForwardKeys;
+    const T best = reduce_max<T>(load<T>(scratch.best + row * kLanes<T>));
+    softmax_row<T, kUnitIsOne>(state, row, scratch.padded_dv, unit, mask, scores, best,
+                               call.has_dropout ? keep : nullptr);
+    if (scratch.panel.weights != nullptr) {
+      save_weights<T>(scratch.panel, block_index, row, step, first_key, keys.keys.count, mask, scores,
+                      state.row_max[row]);
+    }
+  }
+  accumulate_output<T>(keys, mask, scratch.padded_dv, scratch.tile, state);
+}
+
+/// A block that sees nothing of a step: its weights there are 0.
+template <typename T>
+static void skip_tile(ForwardScratch<T>& scratch, std::int64_t block_index, std::int64_t step, std::int64_t first_key,
+                      std::int64_t key_count) {
+  const WeightsPanel<T>& panel = scratch.panel;
+  if (panel.weights == nullptr) return;
+  for (std::int64_t row = 0; row < scratch.states[block_index].block.rows; ++row) {
+    const std::int64_t panel_row = block_index * kBlockRows + row;
+    panel.step_max[panel_row * panel.steps + step] = kMinusInfinity<T>;
+    T* target = panel.weights + panel_row * panel.row_stride + first_key;
+    for (std::int64_t key = 0; key < key_count; ++key) target[key] = T{0};
+  }
+}
+
+/// Length of the step that begins at kept key `begin`: runs are cut on the grid of dropout groups.
+FUSED_MHA_INLINE std::int64_t forward_step(const KeySpan& kept, std::int64_t begin) {
+  const std::int64_t left = kept.count - begin;
+  const std::int64_t room =
+      kept.positions == nullptr ? kForwardKeys - kept[begin] % kForwardKeys : kForwardKeys;
+  return left < room ? left : room;
+}
+
+/// What a finished row is multiplied by: 0 for a row that sees nothing, NaN where visible scores leave no number.
+template <typename T>
+static T row_scale(const CallConstants& call, const RowBlock& block, std::int64_t row, T row_max, T row_sum) {
+  if (row_max == kMinusInfinity<T> && row_sum == T{0}) {
+    const core::AttentionProblem& problem = *call.problem;
+    for (std::int64_t s = 0; s < problem.key_length; ++s) {
+      if (core::is_visible(problem, block.n, block.h, block.row_begin + row, s)) {
+        return std::numeric_limits<T>::quiet_NaN();
+      }
+    }
+    return T{0};
+  }
+  return static_cast<T>(call.dropout_scale) / row_sum;
+}
+
+/// Normalizes and writes a block's rows; leaves each row's scale in `scales`.
+template <typename T>
+static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T>& scratch, RowState<T>& state, T* scales) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const RowBlock& block = state.block;
+  const core::MutableView& output = plan.outputs.output;
+  auto* row_max = static_cast<T*>(plan.outputs.row_max);
+  auto* row_sum = static_cast<T*>(plan.outputs.row_sum);
+  if (!state.started) {
+    for (std::int64_t i = 0; i < kBlockRows * scratch.padded_dv; ++i) state.output[i] = T{0};
+  }
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    const T sum = reduce_add<T>(load<T>(state.sums + row * kLanes<T>));
+    scales[row] = row_scale<T>(plan.call, block, row, state.row_max[row], sum);
+    const std::int64_t l = block.row_begin + row;
+    store_row<T>(state.output + row * scratch.padded_dv, problem.value_dim, scales[row], output,
+                 output.offset(block.n, block.h, l, 0));
+    const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + l;
+    row_max[statistic] = state.row_max[row];
+    row_sum[statistic] = sum;
+  }
+}
+
+/// Normalized weights of one finished block: into the average, or out to their place.
+template <typename T>
+static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T>& scratch, std::int64_t block_index,
+                         const T* scales, bool first_head) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const WeightsPanel<T>& panel = scratch.panel;
+  const RowState<T>& state = scratch.states[block_index];
+  const KeySpan& kept = plan.call.masks->kept_keys(state.block.n);
+  const T unit = static_cast<T>(plan.call.unit);
+  const T share = panel.average == nullptr ? T{1} : T{1} / static_cast<T>(problem.heads);
+  for (std::int64_t row = 0; row < state.block.rows; ++row) {
+    const std::int64_t panel_row = block_index * kBlockRows + row;
+    T* weights = panel.weights + panel_row * panel.row_stride;
+    T* average = panel.average == nullptr ? weights : panel.average + panel_row * panel.row_stride;
+    const T reference = state.row_max[row] == kMinusInfinity<T> ? T{0} : state.row_max[row];
+    std::int64_t step = 0;
+    for (std::int64_t begin = 0; begin < kept.count; ++step) {
+      const std::int64_t size = forward_step(kept, begin);
+      const Vec<T> factor = broadcast<T>(
+          exp2_difference<T>(panel.step_max[panel_row * panel.steps + step], reference, unit) * scales[row] * share);
+      const bool adds = panel.average != nullptr && !first_head;
+      std::int64_t key = begin;
+      for (; key + kLanes<T> <= begin + size; key += kLanes<T>) {
+        const Vec<T> before = adds ? load<T>(average + key) : Vec<T>{};
+        store<T>(average + key, fma(load<T>(weights + key), factor, before));
+      }
+      for (; key < begin + size; ++key) average[key] = weights[key] * factor[0] + (adds ? average[key] : T{0});
+      begin += size;
+    }
+  }
+}
+
+/// Writes finished weights of a block, zeros at keys that padding hides. `h` is 0 for averages.
+template <typename T>
+static void write_weights(const ForwardPlan& plan, const ForwardScratch<T>& scratch, std::int64_t block_index,
+                          std::int64_t h) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const WeightsPanel<T>& panel = scratch.panel;
+  const RowBlock& block = scratch.states[block_index].block;
+  const KeySpan& kept = plan.call.masks->kept_keys(block.n);
+  const core::MutableView& to = plan.outputs.weights;
+  const T* source = panel.average == nullptr ? panel.weights : panel.average;
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    const T* weights = source + (block_index * kBlockRows + row) * panel.row_stride;
+    const std::int64_t offset = to.offset(block.n, h, block.row_begin + row, 0);
+    if (kept.count < problem.key_length) {
+      with_storage<T>(to.data, to.dtype, [&](auto* base) {
+        using Storage = std::remove_pointer_t<decltype(base)>;
+        for (std::int64_t s = 0; s < problem.key_length; ++s) base[offset + s * to.strides[3]] = Storage{};
+      });
+    }
+    if (kept.positions == nullptr) {
+      store_row<T>(weights, kept.count, T{1}, to, offset + kept.first * to.strides[3]);
+    } else {
+      for (std::int64_t i = 0; i < kept.count; ++i) {
+        store_row<T>(weights + i, 1, T{1}, to, offset + kept.positions[i] * to.strides[3]);
+      }
+    }
+  }
+}
+
+/// All steps over the keys of (n, kv_head) for the first `count` row states.
+template <typename T>
+static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t n, std::int64_t kv_head,
+                         std::int64_t count) {
+  const CallConstants& call = plan.call;
+  const KeySpan& kept = call.masks->kept_keys(n);
+  std::int64_t step = 0;
+  for (std::int64_t begin = 0; begin < kept.count; ++step) {
+    const std::int64_t size = forward_step(kept, begin);
+    scratch.key_tile.keys = kept.part(begin, size);
+    bool packed = false;
+    for (std::int64_t i = 0; i < count; ++i) {
+      classify_tile<kForwardKeys>(call, scratch.states[i].block, scratch.key_tile.keys, *scratch.mask);
+      if (!scratch.mask->any_visible) {
+        skip_tile<T>(scratch, i, step, begin, size);
+        continue;
+      }
+      if (!packed) pack_key_tile<T, kForwardKeys>(call, n, kv_head, scratch.padded_dv, scratch.key_tile);
+      packed = true;
+      if (call.unit == 1.0) {
+        forward_tile<T, true>(plan, scratch, i, step, begin);
+      } else {
+        forward_tile<T, false>(plan, scratch, i, step, begin);
+      }
+    }
+    begin += size;
+  }
+}
+
+FUSED_MHA_INLINE RowBlock row_block(const CallConstants& call, std::int64_t n, std::int64_t h, std::int64_t index) {
+  const std::int64_t begin = index * kBlockRows;
+  const std::int64_t left = call.problem->query_length - begin;
+  return {n, h, begin, left < kBlockRows ? left : kBlockRows};
+}
+
+/// Blocks of the heads that share the item's keys.
+template <typename T>
+static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T>& scratch) {
+  const CallConstants& call = plan.call;
+  const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
+  const std::int64_t count = item.block_end - item.block_begin;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t index = item.block_begin + i;
+    begin_rows<T>(call,
+                  row_block(call, item.n, first_head + index / call.blocks_per_head, index % call.blocks_per_head),
+                  scratch.states[i]);
+  }
+  forward_rows<T>(plan, scratch, item.n, item.kv_head, count);
+  T scales[kBlockRows];
+  for (std::int64_t i = 0; i < count; ++i) finish_rows<T>(plan, scratch, scratch.states[i], scales);
+}
+
+/// The same blocks of every head, so that averages over heads stay in the item.
+template <typename T>
+static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T>& scratch) {
+  const CallConstants& call = plan.call;
+  const std::int64_t count = item.block_end - item.block_begin;
+  const bool averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
+  T scales[kBlockRows];
+  for (std::int64_t h = 0; h < call.problem->heads; ++h) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      begin_rows<T>(call, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
+    }
+    forward_rows<T>(plan, scratch, item.n, h / call.problem->heads_per_kv_head(), count);
+    for (std::int64_t i = 0; i < count; ++i) {
+      finish_rows<T>(plan, scratch, scratch.states[i], scales);
+      fold_weights<T>(plan, scratch, i, scales, h == 0);
+      if (!averages) write_weights<T>(plan, scratch, i, h);
+    }
+  }
+  for (std::int64_t i = 0; averages && i < count; ++i) write_weights<T>(plan, scratch, i, 0);
+}
+
+template <typename T>
+static std::size_t forward_scratch(const ForwardPlan& plan) {
+  return ForwardScratch<T>{}.carve(plan, nullptr);
+}
+
+template <typename T>
+static void forward_item(const ForwardPlan& plan, const ForwardItem& item, std::byte* base) {
+  ForwardScratch<T> scratch;
+  scratch.carve(plan, base);
+  if (plan.outputs.weights_mode == core::WeightsMode::kNone) {
+    forward_without_weights<T>(plan, item, scratch);
+  } else {
+    forward_with_weights<T>(plan, item, scratch);
+  }
+}
+
+}  // namespace fused_mha::cpu::FUSED_MHA_ISA

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The register tiles: small matrix products whose sums stay in registers. Everything else moves data to them.
+//
+//   score_tile   out[r][c] = sum_d a[d][r] * b[d][c]        rows kScoreRows, columns kScoreVectors vectors
+//   rank_update  out[r][c] (+)= sum_k a(r, k) * b[k][c]     rows and columns chosen to fill the registers
+//
+// No torch. Part of a kernel unit: include after simd/vec_*.h.
+#pragma once
+
+#include "cpu/plan.h"
+
+namespace fused_mha::cpu::FUSED_MHA_ISA {
+
+/// One register tile of scores. a: [depth][kScoreRows]; b: [depth][kGroupKeys], pointing at the tile's first column;
+/// out: rows kLd apart. With kTrackMax the lanewise maximum of each row is folded into best[r * lanes].
+template <typename T, bool kTrackMax, std::int64_t kLd>
+FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, std::int64_t depth, T* __restrict out,
+                                 T* __restrict best) {
+  constexpr int kRows = kScoreRows;
+  constexpr int kVectors = kScoreVectors;
+  Vec<T> sums[kRows][kVectors] = {};
+  for (std::int64_t d = 0; d < depth; ++d) {
+    Vec<T> columns[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) columns[v] = load<T>(b + d * kGroupKeys + v * kLanes<T>);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<T> row = broadcast<T>(a[d * kRows + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(row, columns[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store<T>(out + r * kLd + v * kLanes<T>, sums[r][v]);
+    if constexpr (kTrackMax) {
+      Vec<T> largest = load<T>(best + r * kLanes<T>);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) largest = max(largest, sums[r][v]);
+      store<T>(best + r * kLanes<T>, largest);
+    }
+  }
+}
+
+/// All rows of a block against one group of keys: out[row][0 .. kGroupKeys).
+template <typename T, bool kTrackMax, std::int64_t kLd>
+[[gnu::noinline]] static void score_group(const T* rows, std::int64_t row_groups, const T* keys, std::int64_t depth,
+                                          T* out, T* best) {
+  constexpr std::int64_t kColumns = static_cast<std::int64_t>(kScoreVectors) * kLanes<T>;
+  for (std::int64_t column = 0; column < kGroupKeys; column += kColumns) {
+    for (std::int64_t group = 0; group < row_groups; ++group) {
+      score_tile<T, kTrackMax, kLd>(rows + group * depth * kScoreRows, keys + column, depth,
+                                    out + group * kScoreRows * kLd + column, best + group * kScoreRows * kLanes<T>);
+    }
+  }
+}
+
+/// Rows of a rank update whose tile is `vectors` wide: what leaves registers for the columns and one row.
+constexpr int rank_update_rows(int vectors) {
+  if (kRegisters == 32) return vectors == 4 ? 6 : vectors == 3 ? 8 : vectors == 2 ? 12 : 24;
+  return vectors == 2 ? 6 : 12;
+}
+inline constexpr int kMaxRankVectors = kRegisters == 32 ? 4 : 2;
+/// Every rank_update_rows() divides this: row counts are rounded up to a multiple of the tile's rows only.
+inline constexpr std::int64_t kRankRowQuantum = 24;
+
+/// One register tile; element a(r, k) is a[r * kRowStride + k * kStepStride].
+template <typename T, int kVectors, std::int64_t kRowStride, std::int64_t kStepStride>
+FUSED_MHA_INLINE void rank_update_tile(const T* __restrict a, const T* __restrict b, std::int64_t ldb,
+                                       std::int64_t steps, T* __restrict out, std::int64_t ldo, bool accumulate) {
+  constexpr int kRows = rank_update_rows(kVectors);
+  Vec<T> sums[kRows][kVectors] = {};
+  if (accumulate) {
+#pragma GCC unroll 24
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = load<T>(out + r * ldo + v * kLanes<T>);
+    }
+  }
+  for (std::int64_t k = 0; k < steps; ++k) {
+    Vec<T> columns[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) columns[v] = load<T>(b + k * ldb + v * kLanes<T>);
+#pragma GCC unroll 24
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<T> row = broadcast<T>(a[r * kRowStride + k * kStepStride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(row, columns[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store<T>(out + r * ldo + v * kLanes<T>, sums[r][v]);
+  }
+}
+
+template <typename T, int kVectors, std::int64_t kRowStride, std::int64_t kStepStride>
+[[gnu::noinline]] static void rank_update_columns(const T* a, std::int64_t rows, const T* b, std::int64_t ldb,
+                                                  std::int64_t steps, T* out, std::int64_t ldo, bool accumulate) {
+  constexpr std::int64_t kRows = rank_update_rows(kVectors);
+  for (std::int64_t r = 0; r < rows; r += kRows) {
+    rank_update_tile<T, kVectors, kRowStride, kStepStride>(a + r * kRowStride, b, ldb, steps, out + r * ldo, ldo,
+                                                           accumulate);
+  }
+}
+
+/// out (rows, columns) (+)= a b, with columns a multiple of the vector length and b, out rows `ld` apart. Rows up to
+/// the next multiple of kRankRowQuantum may be written: buffers are that long.
+template <typename T, std::int64_t kRowStride, std::int64_t kStepStride>
+static void rank_update(const T* a, std::int64_t rows, const T* b, std::int64_t ld, std::int64_t steps, T* out,
+                        bool accumulate) {
+  const std::int64_t vectors = ld / kLanes<T>;
+  const std::int64_t parts = (vectors + kMaxRankVectors - 1) / kMaxRankVectors;
+  std::int64_t column = 0;
+  for (std::int64_t part = 0; part < parts; ++part) {
+    // Even parts: 5 vectors go as 3 + 2, not as 4 + 1, whose last tile would wait for its own sums.
+    const std::int64_t width = vectors * (part + 1) / parts - vectors * part / parts;
+    const T* columns = b + column;
+    T* target = out + column;
+    if constexpr (kMaxRankVectors == 4) {
+      if (width == 4) {
+        rank_update_columns<T, 4, kRowStride, kStepStride>(a, rows, columns, ld, steps, target, ld, accumulate);
+      } else if (width == 3) {
+        rank_update_columns<T, 3, kRowStride, kStepStride>(a, rows, columns, ld, steps, target, ld, accumulate);
+      }
+    }
+    if (width == 2) {
+      rank_update_columns<T, 2, kRowStride, kStepStride>(a, rows, columns, ld, steps, target, ld, accumulate);
+    } else if (width == 1) {
+      rank_update_columns<T, 1, kRowStride, kStepStride>(a, rows, columns, ld, steps, target, ld, accumulate);
+    }
+    column += width * kLanes<T>;
+  }
+}
+
+}  // namespace fused_mha::cpu::FUSED_MHA_ISA
