@@ -20,6 +20,7 @@ namespace fused_mha::core {
 inline constexpr std::int64_t kDropoutGroup = 128;
 inline constexpr std::int64_t kDropoutLanes = 16;
 inline constexpr int kDropoutNumbersPerCounter = 8;
+inline constexpr int kDropoutRounds = 7;
 
 /// The Philox key of a call: SplitMix64's mixing of seed and offset (Steele, Lea, Flood, OOPSLA 2014), so that calls
 /// with neighbouring offsets share nothing.
@@ -46,7 +47,7 @@ FUSED_MHA_INLINE PhiloxCounter dropout_counter(std::int64_t n, std::int64_t h, s
 /// One element's decision, computed alone.
 FUSED_MHA_INLINE bool dropout_keeps(PhiloxKey key, std::uint32_t threshold, std::int64_t n, std::int64_t h, std::int64_t l,
                           std::int64_t s) {
-  const PhiloxCounter words = philox(key, dropout_counter(n, h, l, s));
+  const PhiloxCounter words = philox<kDropoutRounds>(key, dropout_counter(n, h, l, s));
   const auto number = static_cast<int>(s % kDropoutGroup / kDropoutLanes);
   const std::uint32_t word = words[static_cast<std::size_t>(number / 2)];
   return (number % 2 == 0 ? word & 0xFFFFU : word >> 16) >= threshold;

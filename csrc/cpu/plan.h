@@ -26,6 +26,12 @@ inline constexpr std::int64_t kBackwardKeys = 96;
 inline constexpr std::int64_t kMaskGradientRows = 4 * kBlockRows;
 inline constexpr std::int64_t kMaskGradientKeys = 8 * kBackwardKeys;
 
+/// Philox's key as every round sees it, wide enough to be broadcast from memory.
+struct DropoutRoundKeys {
+  std::uint64_t first[core::kDropoutRounds] = {};
+  std::uint64_t second[core::kDropoutRounds] = {};
+};
+
 /// Numbers that all tiles of a call share.
 ///
 /// Scores live in a unit in which exp is exp2 and sums of two finite masks stay finite: a stored score t stands for
@@ -38,7 +44,7 @@ struct CallConstants {
   double bias_factor = 1.0;   // log2(e) / unit: what a mask's number is multiplied by
   double unit = 1.0;
   bool has_dropout = false;
-  core::PhiloxKey dropout_key{};
+  DropoutRoundKeys dropout_keys;
   std::uint32_t dropout_threshold = 0;
   double dropout_scale = 1.0;
   std::int64_t blocks_per_head = 0;  // row blocks of one head

@@ -114,6 +114,17 @@ Parallel schedule_for(const AttentionProblem& problem, const Parallel& parallel)
 
 bool is_float_mask(const core::View& mask) { return mask && mask.dtype != DType::kBool; }
 
+DropoutRoundKeys round_keys(core::PhiloxKey key) {
+  DropoutRoundKeys keys;
+  for (int round = 0; round < core::kDropoutRounds; ++round) {
+    keys.first[round] = key[0];
+    keys.second[round] = key[1];
+    key[0] += core::kPhiloxWeyl0;
+    key[1] += core::kPhiloxWeyl1;
+  }
+  return keys;
+}
+
 CallConstants make_constants(const AttentionProblem& problem, const MaskPlan& masks) {
   CallConstants call;
   call.problem = &problem;
@@ -122,7 +133,7 @@ CallConstants make_constants(const AttentionProblem& problem, const MaskPlan& ma
   call.bias_factor = std::numbers::log2e / call.unit;
   call.query_factor = problem.scale * call.bias_factor;
   call.has_dropout = problem.dropout_p > 0.0;
-  call.dropout_key = core::dropout_key(problem.rng);
+  call.dropout_keys = round_keys(core::dropout_key(problem.rng));
   call.dropout_threshold = core::dropout_threshold(problem.dropout_p);
   call.dropout_scale = core::dropout_scale(problem.dropout_p);
   call.blocks_per_head = ceil_div(problem.query_length, kBlockRows);

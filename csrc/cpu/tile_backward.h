@@ -32,6 +32,7 @@ struct GradRows {
   T row_max[kBlockRows];     // 0 where the row saw nothing
   T reciprocal[kBlockRows];  // 1 / row_sum, 0 where the row saw nothing
   T delta[kBlockRows];
+  DropoutGroup dropout[kBlockRows];  // a step of keys ends inside a dropout group: the next one goes on from there
   bool packed = false;
   bool started = false;  // query_grad holds something
   bool not_finite = false;
@@ -118,6 +119,7 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& siz
   const KeySpan span{nullptr, block.row_begin, block.rows};
   const Matrix query = matrix_of(problem.query, block.n, block.h);
   rows.block = block;
+  for (DropoutGroup& group : rows.dropout) group.group = -1;
   pack_row_groups<T>(query, span, problem.head_dim, static_cast<T>(plan.call.query_factor), rows.queries);
   rows.not_finite =
       pack_rows<T>(query, span, problem.head_dim, sizes.padded_d, kBlockRows, T{1}, rows.query_rows);
@@ -226,7 +228,7 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
 
 /// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
 template <typename T>
-static void gradient_tile(const BackwardPlan& plan, const GradRows<T>& rows, const GradKeys<T>& keys,
+static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys,
                           GradTile<T>& tile) {
   const CallConstants& call = plan.call;
   const std::int64_t value_depth = call.problem->value_dim;
@@ -249,7 +251,8 @@ static void gradient_tile(const BackwardPlan& plan, const GradRows<T>& rows, con
   for (std::int64_t row = 0; row < rows.block.rows; ++row) {
     std::uint32_t keep[TileMask<kBackwardKeys>::kGroups];
     if (call.has_dropout) {
-      dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys, keep);
+      dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys,
+                        rows.dropout[row], keep);
     }
     gradient_row<T>(plan, rows, row, keys, call.has_dropout ? keep : nullptr, tile);
   }

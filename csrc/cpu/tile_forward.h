@@ -283,7 +283,10 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
   const T unit = static_cast<T>(call.unit);
   for (std::int64_t row = 0; row < block.rows; ++row) {
     std::uint32_t keep[TileMask<kForwardKeys>::kGroups];
-    if (call.has_dropout) dropout_span_bits(call, block.n, block.h, block.row_begin + row, keys.keys, keep);
+    if (call.has_dropout) {
+      DropoutGroup group;
+      dropout_span_bits(call, block.n, block.h, block.row_begin + row, keys.keys, group, keep);
+    }
     T* scores = scratch.tile + row * kForwardKeys;
     const T best = reduce_max<T>(load<T>(scratch.best + row * kLanes<T>));
     softmax_row<T, kUnitIsOne>(state, row, scratch.padded_dv, unit, mask, scores, best,

@@ -31,6 +31,8 @@ typedef float VecFloat __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
 typedef double VecDouble __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
 typedef std::int32_t VecInt32 __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
 typedef std::int64_t VecInt64 __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
+typedef std::uint32_t VecUInt32 __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
+typedef std::uint64_t VecUInt64 __attribute__((vector_size(FUSED_MHA_VECTOR_BYTES)));
 
 template <typename T>
 using Vec = std::conditional_t<std::is_same_v<T, double>, VecDouble, VecFloat>;
@@ -127,7 +129,7 @@ FUSED_MHA_INLINE T reduce_max(Vec<T> value) {
   return result;
 }
 
-/// 2^x. float: at most 2 ulp for x in [-126, 127], 0 below -126; double: at most 2 ulp for x in [-1022, 1023], 0
+/// 2^x. float: at most 3 ulp for x in [-126, 127], 0 below -126; double: at most 2 ulp for x in [-1022, 1023], 0
 /// below. NaN gives NaN, -inf gives 0.
 FUSED_MHA_INLINE VecFloat exp2(VecFloat x) {
   const VecFloat clamped = max(broadcast<float>(-127.0F), x);
@@ -202,28 +204,15 @@ FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int j = 0; j < kLanes<T>; ++j) rows[j] = load<T>(square[j]);
 }
 
-/// The high and low halves of 32 x 32 bit products, for Philox.
-struct WideProduct {
-  VecInt32 high;
-  VecInt32 low;
-};
-
-FUSED_MHA_INLINE WideProduct multiply_wide(VecInt32 a, std::uint32_t b) {
-  WideProduct result;
-  for (int lane = 0; lane < kLanes<float>; ++lane) {
-    const std::uint64_t product = static_cast<std::uint64_t>(static_cast<std::uint32_t>(a[lane])) * b;
-    result.high[lane] = static_cast<std::int32_t>(product >> 32);
-    result.low[lane] = static_cast<std::int32_t>(product);
-  }
-  return result;
+/// 32-bit numbers in the low halves of 64-bit lanes; what the high halves hold does not matter.
+FUSED_MHA_INLINE VecUInt64 multiply_wide(VecUInt64 a, std::uint32_t b) {
+  return (a & 0xFFFFFFFFULL) * static_cast<std::uint64_t>(b);
 }
 
 /// Bit per lane: a >= b as unsigned numbers.
-FUSED_MHA_INLINE std::uint32_t at_least_bits(VecInt32 a, std::uint32_t b) {
+FUSED_MHA_INLINE std::uint32_t at_least_bits(VecUInt32 a, std::uint32_t b) {
   std::uint32_t bits = 0;
-  for (int lane = 0; lane < kLanes<float>; ++lane) {
-    bits |= static_cast<std::uint32_t>(static_cast<std::uint32_t>(a[lane]) >= b ? 1 : 0) << lane;
-  }
+  for (int lane = 0; lane < kLanes<float>; ++lane) bits |= static_cast<std::uint32_t>(a[lane] >= b ? 1 : 0) << lane;
   return bits;
 }
 

@@ -16,7 +16,6 @@ using portable::load;
 using portable::reduce_add;
 using portable::reduce_max;
 using portable::store;
-using portable::WideProduct;
 
 inline constexpr int kRegisters = 16;
 inline constexpr int kScoreRows = 6;
@@ -120,16 +119,12 @@ FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-FUSED_MHA_INLINE WideProduct multiply_wide(VecInt32 a, std::uint32_t b) {
-  const __m256i value = std::bit_cast<__m256i>(a);
-  const __m256i factor = _mm256_set1_epi32(static_cast<int>(b));
-  const __m256i even = _mm256_mul_epu32(value, factor);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), factor);
-  return {std::bit_cast<VecInt32>(_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA)),
-          std::bit_cast<VecInt32>(_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA))};
+/// vpmuludq reads the low halves only.
+FUSED_MHA_INLINE VecUInt64 multiply_wide(VecUInt64 a, std::uint32_t b) {
+  return std::bit_cast<VecUInt64>(_mm256_mul_epu32(std::bit_cast<__m256i>(a), _mm256_set1_epi32(static_cast<int>(b))));
 }
 
-FUSED_MHA_INLINE std::uint32_t at_least_bits(VecInt32 a, std::uint32_t b) {
+FUSED_MHA_INLINE std::uint32_t at_least_bits(VecUInt32 a, std::uint32_t b) {
   const __m256i value = std::bit_cast<__m256i>(a);
   const __m256i bound = _mm256_set1_epi32(static_cast<int>(b));
   const __m256i at_least = _mm256_cmpeq_epi32(_mm256_max_epu32(value, bound), value);

@@ -12,7 +12,6 @@ namespace fused_mha::cpu::FUSED_MHA_ISA {
 
 using portable::load;
 using portable::store;
-using portable::WideProduct;
 
 /// Register tiles, see tile_math.h: 32 registers hold 12 x 2 sums (scores) or 6 x 4 (outputs).
 inline constexpr int kRegisters = 32;
@@ -168,16 +167,12 @@ FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-FUSED_MHA_INLINE WideProduct multiply_wide(VecInt32 a, std::uint32_t b) {
-  const __m512i value = std::bit_cast<__m512i>(a);
-  const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
-  const __m512i even = _mm512_mul_epu32(value, factor);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(value, 32), factor);
-  return {std::bit_cast<VecInt32>(_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd)),
-          std::bit_cast<VecInt32>(_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32)))};
+/// vpmuludq reads the low halves only.
+FUSED_MHA_INLINE VecUInt64 multiply_wide(VecUInt64 a, std::uint32_t b) {
+  return std::bit_cast<VecUInt64>(_mm512_mul_epu32(std::bit_cast<__m512i>(a), _mm512_set1_epi32(static_cast<int>(b))));
 }
 
-FUSED_MHA_INLINE std::uint32_t at_least_bits(VecInt32 a, std::uint32_t b) {
+FUSED_MHA_INLINE std::uint32_t at_least_bits(VecUInt32 a, std::uint32_t b) {
   return _mm512_cmpge_epu32_mask(std::bit_cast<__m512i>(a), _mm512_set1_epi32(static_cast<int>(b)));
 }
 

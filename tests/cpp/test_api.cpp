@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The C++ functions: values against the formula in float64, options, gradients, errors.
+#include <fused_mha/fused_mha.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+
+#include "catch.h"
+
+namespace {
+
+using fused_mha::AttentionOptions;
+using torch::Tensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+Tensor random_tensor(at::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble); }
+
+/// Weights (N, H, L, S) from the formula; `hidden` is bool and broadcasts to that.
+Tensor expected_weights(const Tensor& query, const Tensor& key, const Tensor& hidden, const Tensor& bias = {}) {
+  const auto heads_per_key_head = query.size(1) / key.size(1);
+  auto scores = query.matmul(key.repeat_interleave(heads_per_key_head, 1).transpose(-1, -2));
+  scores = scores / std::sqrt(static_cast<double>(query.size(-1)));
+  if (bias.defined()) scores = scores + bias;
+  return scores.masked_fill(hidden, -kInfinity).softmax(-1).masked_fill(hidden, 0.0);
+}
+
+Tensor expected_output(const Tensor& weights, const Tensor& value) {
+  return weights.matmul(value.repeat_interleave(weights.size(1) / value.size(1), 1));
+}
+
+bool all_close(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() && torch::allclose(a, b, /*rtol=*/1e-9, /*atol=*/1e-11);
+}
+
+}  // namespace
+
+TEST_CASE("attention without options is softmax(q k / sqrt(D)) v") {
+  torch::manual_seed(0);
+  const auto query = random_tensor({2, 4, 5, 8});
+  const auto key = random_tensor({2, 2, 7, 8});
+  const auto value = random_tensor({2, 2, 7, 3});
+  const auto nothing = torch::zeros({1}, torch::kBool);
+  CHECK(all_close(fused_mha::attention(query, key, value),
+                  expected_output(expected_weights(query, key, nothing), value)));
+}
+
+TEST_CASE("masks and causality hide together, and a float mask is added") {
+  torch::manual_seed(1);
+  const auto query = random_tensor({2, 2, 5, 8});
+  const auto key = random_tensor({2, 2, 5, 8});
+  const auto value = random_tensor({2, 2, 5, 8});
+  const auto padding = torch::tensor({{false, false, true, false, false}, {true, true, false, false, true}});
+  const auto bias = random_tensor({1, 2, 5, 5});
+  const auto causal = torch::ones({5, 5}, torch::kBool).triu(1);
+  const auto weights = expected_weights(query, key, padding.unsqueeze(1).unsqueeze(1).logical_or(causal), bias);
+
+  const auto options = AttentionOptions().key_padding_mask(padding).attn_mask(bias).is_causal(true);
+  const auto [output, averaged] = fused_mha::attention_with_weights(query, key, value, options);
+  CHECK(all_close(output, expected_output(weights, value)));
+  CHECK(all_close(averaged, weights.mean(1)));
+  auto per_head_options = options;
+  per_head_options.average_attn_weights(false);
+  CHECK(all_close(std::get<1>(fused_mha::attention_with_weights(query, key, value, per_head_options)), weights));
+  CHECK(torch::equal(fused_mha::attention(query, key, value, options), output));
+}
+
+TEST_CASE("a query that sees no key gives zero output, weights and gradient") {
+  torch::manual_seed(2);
+  auto query = random_tensor({1, 1, 3, 4}).requires_grad_();
+  auto key = random_tensor({1, 1, 4, 4}).requires_grad_();
+  const auto options = AttentionOptions().key_padding_mask(torch::ones({1, 4}, torch::kBool));
+  const auto [output, weights] = fused_mha::attention_with_weights(query, key, key, options);
+  CHECK(torch::equal(output, torch::zeros_like(output)));
+  CHECK(torch::equal(weights, torch::zeros_like(weights)));
+  (output.sum() + weights.sum()).backward();
+  CHECK(torch::equal(query.grad(), torch::zeros_like(query)));
+  CHECK(torch::equal(key.grad(), torch::zeros_like(key)));
+}
+
+TEST_CASE("inputs without head or sample dimension") {
+  torch::manual_seed(3);
+  const auto query = random_tensor({2, 3, 4});
+  const auto key = random_tensor({2, 5, 4});
+  const auto expected = fused_mha::attention(query.unsqueeze(1), key.unsqueeze(1), key.unsqueeze(1)).squeeze(1);
+  CHECK(torch::equal(fused_mha::attention(query, key, key), expected));
+  CHECK(torch::equal(fused_mha::attention(query[0], key[0], key[0]), expected[0]));
+  const auto weights = std::get<1>(fused_mha::attention_with_weights(query[0], key[0], key[0]));
+  CHECK(weights.sizes() == at::IntArrayRef({3, 5}));
+}
+
+TEST_CASE("scale replaces 1 / sqrt(D)") {
+  torch::manual_seed(4);
+  const auto query = random_tensor({1, 2, 3, 4});
+  const auto value = random_tensor({1, 2, 3, 4});
+  const auto scaled = fused_mha::attention(query, query, value, AttentionOptions().scale(0.0));
+  CHECK(all_close(scaled, value.mean(2, true).expand_as(value)));
+}
+
+TEST_CASE("output keeps the query's memory order and strided views are read as they are") {
+  torch::manual_seed(5);
+  const auto packed = random_tensor({2, 6, 3 * 4 * 8});
+  const auto parts = packed.chunk(3, -1);
+  const auto heads = [](const Tensor& part) { return part.unflatten(-1, {4, 8}).transpose(1, 2); };
+  const auto output = fused_mha::attention(heads(parts[0]), heads(parts[1]), heads(parts[2]));
+  CHECK(output.transpose(1, 2).is_contiguous());
+  CHECK(torch::equal(output, fused_mha::attention(heads(parts[0]).contiguous(), heads(parts[1]).contiguous(),
+                                                  heads(parts[2]).contiguous())));
+}
+
+TEST_CASE("gradients of inputs and of a float mask in its own shape") {
+  torch::manual_seed(6);
+  auto query = random_tensor({2, 2, 3, 4}).requires_grad_();
+  auto key = random_tensor({2, 1, 5, 4}).requires_grad_();
+  auto value = random_tensor({2, 1, 5, 6}).requires_grad_();
+  auto bias = random_tensor({1, 2, 1, 5}).requires_grad_();
+  const auto output = fused_mha::attention(query, key, value, AttentionOptions().attn_mask(bias));
+  const auto weights = expected_weights(query, key, torch::zeros({1}, torch::kBool), bias);
+  const auto cotangent = torch::randn_like(output);
+  const auto inputs = torch::autograd::variable_list{query, key, value, bias};
+  const auto gradients = torch::autograd::grad({output}, inputs, {cotangent});
+  const auto expected = torch::autograd::grad({expected_output(weights, value)}, inputs, {cotangent});
+  for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(all_close(gradients[i], expected[i]));
+}
+
+TEST_CASE("second derivatives from C++") {
+  torch::manual_seed(7);
+  auto query = random_tensor({1, 2, 3, 4}).requires_grad_();
+  const auto second = [&](const Tensor& output) {
+    const auto first = torch::autograd::grad({output.pow(2).sum()}, {query}, {}, true, /*create_graph=*/true)[0];
+    return torch::autograd::grad({first.pow(2).sum()}, {query})[0];
+  };
+  const auto nothing = torch::zeros({1}, torch::kBool);
+  const auto expected = expected_output(expected_weights(query, query, nothing), query);
+  CHECK(all_close(second(fused_mha::attention(query, query, query)), second(expected)));
+}
+
+TEST_CASE("manual_seed makes dropout reproducible") {
+  const auto query = random_tensor({1, 2, 16, 4});
+  const auto options = AttentionOptions().dropout_p(0.5);
+  torch::manual_seed(8);
+  const auto first = fused_mha::attention(query, query, query, options);
+  const auto other = fused_mha::attention(query, query, query, options);
+  torch::manual_seed(8);
+  CHECK(torch::equal(fused_mha::attention(query, query, query, options), first));
+  CHECK_FALSE(torch::equal(other, first));
+  const auto nothing = fused_mha::attention(query, query, query, AttentionOptions().dropout_p(1.0));
+  CHECK(torch::equal(nothing, torch::zeros_like(query)));
+}
+
+TEST_CASE("empty sizes are legal") {
+  for (const auto& [batch, rows, keys] : {std::tuple(0, 3, 4), std::tuple(2, 0, 4), std::tuple(2, 3, 0)}) {
+    auto query = random_tensor({batch, 2, rows, 4}).requires_grad_();
+    auto key = random_tensor({batch, 2, keys, 4}).requires_grad_();
+    const auto options = AttentionOptions().attn_mask(torch::zeros({rows, keys})).is_causal(true);
+    const auto [output, weights] = fused_mha::attention_with_weights(query, key, key, options);
+    CHECK(torch::equal(output, torch::zeros_like(query)));
+    CHECK(weights.sizes() == at::IntArrayRef({batch, rows, keys}));
+    output.sum().backward();
+    CHECK(torch::equal(key.grad(), torch::zeros_like(key)));
+  }
+}
+
+TEST_CASE("wrong arguments are named") {
+  const auto query = random_tensor({2, 4, 5, 8});
+  const auto attend = [&](const AttentionOptions& options) {
+    return fused_mha::attention(query, query, query, options);
+  };
+  CHECK_THROWS_WITH(attend(AttentionOptions().key_padding_mask(torch::zeros({2, 4}, torch::kBool))),
+                    contains("fused_mha::attention: key_padding_mask must have shape (N, S) = (2, 5), got (2, 4)"));
+  CHECK_THROWS_AS(attend(AttentionOptions().key_padding_mask(torch::zeros({2, 5}, torch::kLong))), c10::TypeError);
+  CHECK_THROWS_AS(attend(AttentionOptions().dropout_p(1.5)), c10::ValueError);
+  CHECK_THROWS_WITH(attend(AttentionOptions().attn_mask(torch::zeros({3, 5, 5}))), contains("must broadcast to"));
+  CHECK_THROWS_WITH(fused_mha::attention(query, Tensor(), query), contains("key must be a tensor"));
+}
