@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+#   make demo     the main job on real input       make build    set-up and build only
+#   make test     every test                       make bench    the side-by-side benchmark
+#   make lint     all checkers                     make format   rewrites the sources as lint wants them
+#   make clean    removes what was built           make sanitize address and undefined-behaviour sanitizers
+#
+# Each does its own set-up on a fresh Debian or Ubuntu machine, and only once. Variables:
+#   VENV      folder of the Python environment to make or use (6 GB with torch); default .venv
+#   TORCH     requirement of torch to install, such as torch==2.12.*
+#   MAX_JOBS  compilers to run at once; default: one per core, and one per 3 GB of memory
+VENV ?= .venv
+TORCH ?= torch>=2.11,<2.16
+MAX_JOBS ?= $(shell awk -v cores=$$(nproc) '/MemTotal/ { jobs = int($$2 / 3e6); if (jobs > cores) jobs = cores; \
+	print jobs < 1 ? 1 : jobs }' /proc/meminfo)
+export MAX_JOBS
+
+VENV_FOLDER := $(abspath $(VENV))
+PYTHON := $(VENV_FOLDER)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+export PATH := $(VENV_FOLDER)/bin:$(PATH)
+
+BUILD := build/release
+STAMPS := $(VENV_FOLDER)/.fused_mha
+PACKAGE_SOURCES := CMakeLists.txt setup.py pyproject.toml \
+	$(shell find cmake csrc python/fused_mha -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.txt' \
+	-o -name '*.cmake' -o -name '*.in' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \) -not -path '*/fused_mha/share/*' \
+	-not -path 'python/fused_mha/include/*')
+CPP_FILES := $(shell find csrc tests -name '*.h' -o -name '*.inc' -o -name '*.cpp')
+
+.PHONY: demo test test-python test-cpp test-package build bench lint format sanitize clean FORCE
+.DEFAULT_GOAL := build
+
+build: $(STAMPS)/installed
+
+demo: build $(STAMPS)/demo
+	$(PYTHON) examples/text_classifier.py
+
+bench: build $(STAMPS)/demo
+	$(PYTHON) benchmarks/run.py
+
+test: test-cpp test-python test-package
+
+test-python: build $(STAMPS)/test
+	$(PYTHON) -m pytest -q tests/python
+
+test-cpp: build $(STAMPS)/catch2
+	cmake --preset release -DPython_EXECUTABLE=$(PYTHON)
+	cmake --build --preset release -j $(MAX_JOBS)
+	ctest --preset release
+
+test-package: build $(STAMPS)/test
+	$(PYTHON) -m pytest -q tests/package
+
+lint: build $(STAMPS)/lint
+	scripts/check_layers.sh
+	clang-format --dry-run -Werror $(CPP_FILES)
+	ruff check .
+	ruff format --check .
+	mypy
+	scripts/clang_tidy.sh $(BUILD) $(MAX_JOBS)
+
+format: $(STAMPS)/lint
+	clang-format -i $(CPP_FILES)
+	ruff check --fix .
+	ruff format .
+
+sanitize: build $(STAMPS)/test $(STAMPS)/catch2
+	scripts/sanitize.sh asan $(PYTHON)
+	scripts/sanitize.sh ubsan $(PYTHON)
+
+clean:
+	rm -rf build python/*.egg-info
+	rm -f $(STAMPS)/installed
+
+# Set-up. A stamp lies in the environment that it describes, so that two checkouts can share one.
+$(STAMPS)/env: pyproject.toml scripts/system_packages.sh
+	scripts/system_packages.sh build
+	test -x $(PYTHON) || python3 -m venv $(VENV_FOLDER)
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --quiet --group build '$(TORCH)'
+	mkdir -p $(@D) && touch $@
+
+$(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/env
+	$(PIP) install --quiet --group $(@F)
+	touch $@
+
+$(STAMPS)/lint: $(STAMPS)/env
+	scripts/system_packages.sh lint
+	$(PIP) install --quiet --group lint
+	touch $@
+
+$(STAMPS)/catch2: $(STAMPS)/env
+	scripts/system_packages.sh test
+	touch $@
+
+# The stamp names the checkout whose package the environment holds.
+ifneq ($(shell cat $(STAMPS)/installed 2>/dev/null),$(CURDIR))
+$(STAMPS)/installed: FORCE
+endif
+$(STAMPS)/installed: $(STAMPS)/env $(PACKAGE_SOURCES)
+	rm -rf build/lib.* build/bdist.*
+	FUSED_MHA_BUILD_DIR=$(BUILD) $(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall .
+	echo $(CURDIR) >$@

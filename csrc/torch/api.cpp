@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The public attention operators, composites of the private ones, and the C++ functions that call them.
+#include <fused_mha/attention.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "core/problem.h"
+#include "torch/checks.h"
+#include "torch/operators.h"
+#include "torch/rng.h"
+
+namespace fused_mha {
+namespace detail {
+namespace {
+
+/// Puts the dimensions that a query of rank 3, (N, L, D), or 2, (L, D), lacks into `tensor` of the same rank.
+at::Tensor to_four_dimensions(at::Tensor tensor, std::int64_t rank) {
+  if (rank < 3) tensor = tensor.unsqueeze(0);
+  return rank < 4 ? tensor.unsqueeze(1) : tensor;
+}
+
+at::Tensor to_given_rank(const at::Tensor& output, std::int64_t rank) {
+  if (rank == 4) return output;
+  const auto without_heads = output.squeeze(1);
+  return rank == 3 ? without_heads : without_heads.squeeze(0);
+}
+
+/// A mask that broadcasts to (N, L, S) beside a query (N, L, D), to (N, H, L, S) otherwise, in four dimensions.
+at::Tensor mask_to_four_dimensions(const char* op, at::Tensor mask, std::int64_t rank) {
+  TORCH_CHECK(mask.dim() <= 4, "fused_mha::", op, ": attn_mask must broadcast to (N, H, L, S), got shape ",
+              shape_text(mask.sym_sizes()));
+  while (mask.dim() < 3) mask = mask.unsqueeze(0);
+  if (mask.dim() == 3) mask = mask.unsqueeze(rank == 3 ? 1 : 0);
+  return mask;
+}
+
+double default_scale(const at::Tensor& query) {
+  return 1.0 / std::sqrt(static_cast<double>(query.sym_size(-1).guard_int(__FILE__, __LINE__)));
+}
+
+/// What both public operators do: check, bring to four dimensions, draw, call, and give back the rank of the query.
+std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments,
+                                                 std::optional<double> scale) {
+  check_given(op, arguments);
+  const auto rank = arguments.query.dim();
+  arguments.scale = scale.has_value() ? *scale : default_scale(arguments.query);
+  for (auto* tensor : {&arguments.query, &arguments.key, &arguments.value}) {
+    *tensor = to_four_dimensions(*tensor, rank);
+  }
+  auto& padding = arguments.key_padding_mask;
+  if (has_tensor(padding) && rank == 2 && padding->dim() == 1) padding = padding->unsqueeze(0);
+  auto& mask = arguments.attn_mask;
+  if (has_tensor(mask)) mask = mask_to_four_dimensions(op, *mask, rank);
+  check_shapes(op, arguments, rank);
+  arguments.rng_state = draw_rng_state(arguments.dropout_p, arguments.query.device());
+  const auto [output, weights, row_max, row_sum] = call_forward(arguments);
+  const bool has_sample_dim = rank > 2 || arguments.weights_mode == 0;
+  return {to_given_rank(output, rank), has_sample_dim ? weights : weights.squeeze(0)};
+}
+
+at::Tensor attention_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, bool is_causal,
+                               double dropout_p, std::optional<double> scale) {
+  AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
+  return std::get<0>(run_attention("attention", std::move(arguments), scale));
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_with_weights_composite(const at::Tensor& query, const at::Tensor& key,
+                                                                    const at::Tensor& value,
+                                                                    const OptionalTensor& key_padding_mask,
+                                                                    const OptionalTensor& attn_mask, bool is_causal,
+                                                                    double dropout_p, std::optional<double> scale,
+                                                                    bool average_attn_weights) {
+  AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
+  // Without a head dimension there is one head, whose weights come without that dimension too.
+  const bool averaged = average_attn_weights || query.dim() < 4;
+  arguments.weights_mode =
+      static_cast<std::int64_t>(averaged ? core::WeightsMode::kAveraged : core::WeightsMode::kPerHead);
+  return run_attention("attention_with_weights", std::move(arguments), scale);
+}
+
+}  // namespace
+}  // namespace detail
+
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const AttentionOptions& options) {
+  static const auto op = detail::find_operator<decltype(detail::attention_composite)>("fused_mha::attention");
+  return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
+                 detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
+                 options.scale());
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at::Tensor& query, const at::Tensor& key,
+                                                          const at::Tensor& value, const AttentionOptions& options) {
+  static const auto op =
+      detail::find_operator<decltype(detail::attention_with_weights_composite)>("fused_mha::attention_with_weights");
+  return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
+                 detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
+                 options.scale(), options.average_attn_weights());
+}
+
+}  // namespace fused_mha
+
+TORCH_LIBRARY_IMPL(fused_mha, CompositeImplicitAutograd, library) {
+  library.impl("attention", &fused_mha::detail::attention_composite);
+  library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+}
+
+// vmap does not look inside a composite unless told to.
+TORCH_LIBRARY_IMPL(fused_mha, FuncTorchBatchedDecomposition, library) {
+  library.impl("attention", &fused_mha::detail::attention_composite);
+  library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+}

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The arguments of one attention call, gathered once at a kernel's door so that everything behind it takes one thing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace fused_mha::detail {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// query (N, H, L, D), key (N, Hkv, S, D), value (N, Hkv, S, Dv); key_padding_mask (N, S'), attn_mask four-dimensional
+/// and broadcastable to (N, H, L, S'), where S' = S - always_visible_keys; rng_state two int64 numbers.
+struct AttentionArguments {
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+  OptionalTensor key_padding_mask = std::nullopt;
+  OptionalTensor attn_mask = std::nullopt;
+  bool is_causal = false;
+  double dropout_p = 0.0;
+  double scale = 1.0;
+  OptionalTensor rng_state = std::nullopt;
+  c10::SymInt always_visible_keys = 0;
+  std::int64_t weights_mode = 0;  // core::WeightsMode
+
+  c10::SymInt batch() const { return query.sym_size(0); }
+  c10::SymInt heads() const { return query.sym_size(1); }
+  c10::SymInt kv_heads() const { return key.sym_size(1); }
+  c10::SymInt query_length() const { return query.sym_size(2); }
+  c10::SymInt key_length() const { return key.sym_size(2); }
+  c10::SymInt masked_keys() const { return key_length() - always_visible_keys; }
+};
+
+/// What the backward pass reads beside the arguments; gradients are absent where they are zero.
+struct BackwardArguments {
+  OptionalTensor grad_output;
+  OptionalTensor grad_weights;
+  at::Tensor output;
+  at::Tensor row_max;
+  at::Tensor row_sum;
+};
+
+/// Which of query, key, value, key_padding_mask, attn_mask want a gradient.
+using GradientMask = std::array<bool, 5>;
+
+/// output, weights, row_max, row_sum
+using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+/// Gradients of query, key, value, key_padding_mask, attn_mask; an empty (0,) tensor where none was asked for.
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+inline bool has_tensor(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+/// A tensor that may be undefined as an optional one.
+inline OptionalTensor optional_tensor(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+}  // namespace fused_mha::detail

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Autocast: query, key and value go to the autocast dtype, masks stay as they are. It is done at the private operator
+// to which every public one leads, so that none can be forgotten.
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "torch/operators.h"
+
+namespace fused_mha::detail {
+namespace {
+
+template <at::DeviceType device_type>
+ForwardResult attention_forward_autocast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                         const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                         bool is_causal, double dropout_p, double scale,
+                                         const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
+                                         std::int64_t weights_mode) {
+  const c10::impl::ExcludeDispatchKeyGuard once(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device_type)));
+  const auto dtype = at::autocast::get_autocast_dtype(device_type);
+  const auto cast = [&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device_type); };
+  return call_forward({cast(query), cast(key), cast(value), key_padding_mask, attn_mask, is_causal, dropout_p, scale,
+                       rng_state, always_visible_keys, weights_mode});
+}
+
+}  // namespace
+}  // namespace fused_mha::detail
+
+TORCH_LIBRARY_IMPL(fused_mha, AutocastCPU, library) {
+  library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(fused_mha, AutocastCUDA, library) {
+  library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCUDA>);
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The CPU kernels of the operators: check, allocate, run.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "cpu/run.h"
+#include "torch/checks.h"
+#include "torch/operators.h"
+#include "torch/outputs.h"
+#include "torch/to_problem.h"
+
+namespace fused_mha::detail {
+namespace {
+
+/// PyTorch's own threads: at::set_num_threads holds, and a call from inside a parallel region stays serial.
+core::Parallel torch_threads() {
+  core::Parallel parallel;
+  parallel.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  parallel.run = [](int workers, const std::function<void(int)>& body) {
+    at::parallel_for(0, workers, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (auto worker = begin; worker < end; ++worker) body(static_cast<int>(worker));
+    });
+  };
+  return parallel;
+}
+
+ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                    const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                    bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
+                                    c10::SymInt always_visible_keys, std::int64_t weights_mode) {
+  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
+                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+  check_forward("_attention_forward", arguments);
+  auto result = allocate_forward(arguments);
+  cpu::attention_forward(to_problem(arguments), to_outputs(arguments, result), torch_threads());
+  return result;
+}
+
+BackwardResult attention_backward_cpu(const OptionalTensor& grad_output, const OptionalTensor& grad_weights,
+                                      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                      const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                      const at::Tensor& output, const at::Tensor& row_max, const at::Tensor& row_sum,
+                                      bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
+                                      c10::SymInt always_visible_keys, std::int64_t weights_mode,
+                                      GradientMask output_mask) {
+  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
+                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+  const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
+  check_backward("_attention_backward", arguments, backward, output_mask);
+  auto result = allocate_backward(arguments, output_mask);
+  cpu::attention_backward(to_problem(arguments), to_backward_inputs(arguments, backward),
+                          to_backward_outputs(result, output_mask), torch_threads());
+  return result;
+}
+
+at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std::int64_t heads,
+                            std::int64_t query_length, std::int64_t key_length, double dropout_p) {
+  check_dropout_mask("dropout_mask", rng_state, {batch, heads, query_length, key_length}, dropout_p);
+  auto keep = at::empty({batch, heads, query_length, key_length}, rng_state.options().dtype(at::kBool));
+  core::AttentionProblem problem;
+  problem.batch = batch;
+  problem.heads = heads;
+  problem.query_length = query_length;
+  problem.key_length = key_length;
+  problem.dropout_p = dropout_p;
+  problem.rng = rng_state_of(rng_state);
+  cpu::dropout_mask(problem, keep.mutable_data_ptr<bool>(), torch_threads());
+  return keep;
+}
+
+}  // namespace
+}  // namespace fused_mha::detail
+
+TORCH_LIBRARY_IMPL(fused_mha, CPU, library) {
+  library.impl("_attention_forward", &fused_mha::detail::attention_forward_cpu);
+  library.impl("_attention_backward", &fused_mha::detail::attention_backward_cpu);
+  library.impl("dropout_mask", &fused_mha::detail::dropout_mask_cpu);
+}

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torch/derivatives.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <limits>
+
+#include "core/dropout.h"
+#include "core/problem.h"
+#include "torch/checks.h"
+#include "torch/operators.h"
+
+namespace fused_mha::detail {
+namespace {
+
+using at::Tensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+Tensor transposed(const Tensor& tensor) { return tensor.transpose(-2, -1); }
+
+Tensor row_sum(const Tensor& tensor) { return tensor.sum(-1, /*keepdim=*/true); }
+
+/// a + b, where an undefined tensor is zero.
+Tensor sum_of(const Tensor& a, const Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? a + b : a;
+}
+
+/// The forward pass up to the weights, in the accumulation type, with as many key/value heads as query heads.
+class Unfused {
+ public:
+  explicit Unfused(const AttentionArguments& arguments);
+
+  const Tensor& query() const { return query_; }
+  const Tensor& key() const { return key_; }
+  const Tensor& value() const { return value_; }
+  const Tensor& probabilities() const { return probabilities_; }
+  Tensor weights() const { return dropped(probabilities_); }
+  double scale() const { return arguments_.scale; }
+
+  /// After dropout: an undefined tensor stays so.
+  Tensor dropped(const Tensor& tensor) const { return tensor.defined() && keep_.defined() ? tensor * keep_ : tensor; }
+
+  /// Something of query's or output's shape, or of key's or value's, made ready as these were.
+  Tensor row_operand(const Tensor& tensor) const;
+  Tensor key_operand(const Tensor& tensor) const;
+
+  /// (N, H, L, S) with zeros where hidden.
+  Tensor visible_only(const Tensor& tensor) const {
+    return hidden_.defined() ? tensor.masked_fill(hidden_, 0.0) : tensor;
+  }
+
+  /// dW of the header comment.
+  Tensor grad_of_weights(const BackwardArguments& backward) const;
+
+  /// Gradients of the arguments from (N, H, L, S) or per-head ones, in the arguments' shapes and dtypes.
+  Tensor as_query(const Tensor& gradient) const { return gradient.to(arguments_.query.scalar_type()); }
+  Tensor as_key(const Tensor& gradient) const;
+  Tensor as_key_padding_mask(const Tensor& gradient) const;
+  Tensor as_attn_mask(const Tensor& gradient) const;
+  Tensor as_weights(const Tensor& per_head) const;
+
+  /// Change of the scores for changes of query, key and masks, any of which may be undefined; visible part only.
+  Tensor score_change(const Tensor& query, const Tensor& key, const Tensor& key_padding_mask,
+                      const Tensor& attn_mask) const;
+
+ private:
+  /// Over S' keys, to S: false or zero for those that are always visible.
+  Tensor over_all_keys(const Tensor& mask) const;
+  void read_masks();
+  void compute_probabilities();
+
+  const AttentionArguments& arguments_;
+  at::ScalarType accumulation_;
+  Tensor query_, key_, value_;
+  Tensor hidden_;  // bool, broadcastable to (N, H, L, S); undefined where nothing hides
+  Tensor bias_;    // the same for what is added to the scores
+  Tensor probabilities_;
+  Tensor keep_;  // Z of the header comment; undefined without dropout
+};
+
+Unfused::Unfused(const AttentionArguments& arguments)
+    : arguments_(arguments), accumulation_(at::toOpMathType(arguments.query.scalar_type())) {
+  read_masks();
+  query_ = row_operand(arguments.query);
+  key_ = key_operand(arguments.key);
+  value_ = key_operand(arguments.value);
+  if (arguments.dropout_p > 0.0) {
+    const auto keep =
+        dropout_mask_operator().call(*arguments.rng_state, arguments.batch(), arguments.heads(),
+                                     arguments.query_length(), arguments.key_length(), arguments.dropout_p);
+    keep_ = keep.to(accumulation_) * core::dropout_scale(arguments.dropout_p);
+  }
+  compute_probabilities();
+}
+
+Tensor Unfused::over_all_keys(const Tensor& mask) const {
+  if (sizes_known_equal(arguments_.always_visible_keys, 0)) return mask;
+  const auto sizes = mask.sym_sizes();
+  const auto expanded = mask.expand_symint({sizes[0], sizes[1], sizes[2], arguments_.masked_keys()});
+  return at::constant_pad_nd_symint(expanded, {0, arguments_.always_visible_keys}, 0);
+}
+
+void Unfused::read_masks() {
+  std::vector<Tensor> masks;
+  if (has_tensor(arguments_.key_padding_mask)) {
+    masks.push_back(arguments_.key_padding_mask->unsqueeze(1).unsqueeze(1));
+  }
+  if (has_tensor(arguments_.attn_mask)) masks.push_back(*arguments_.attn_mask);
+  const auto hide = [&](const Tensor& hidden) { hidden_ = hidden_.defined() ? hidden_.logical_or(hidden) : hidden; };
+  for (const auto& mask : masks) {
+    if (mask.scalar_type() == at::kBool) {
+      hide(mask);
+      continue;
+    }
+    const auto hidden = mask == -kInfinity;
+    hide(hidden);
+    bias_ = sum_of(bias_, mask.masked_fill(hidden, 0.0).to(accumulation_));
+  }
+  if (bias_.defined()) {
+    // Two finite masks never hide together, whatever their sum overflows to.
+    const double lowest = accumulation_ == at::kDouble ? std::numeric_limits<double>::lowest()
+                                                       : double{std::numeric_limits<float>::lowest()};
+    bias_ = over_all_keys(bias_.clamp_min(lowest));
+  }
+  if (arguments_.is_causal) {
+    hide(at::ones_symint({1, 1, arguments_.query_length(), arguments_.masked_keys()},
+                         arguments_.query.options().dtype(at::kBool))
+             .triu(1));
+  }
+  if (hidden_.defined()) hidden_ = over_all_keys(hidden_);
+}
+
+Tensor Unfused::row_operand(const Tensor& tensor) const {
+  const auto wide = tensor.to(accumulation_);
+  return hidden_.defined() ? wide.masked_fill(hidden_.all(-1, /*keepdim=*/true), 0.0) : wide;
+}
+
+Tensor Unfused::key_operand(const Tensor& tensor) const {
+  auto wide = tensor.to(accumulation_);
+  const auto heads = arguments_.heads();
+  const auto kv_heads = arguments_.kv_heads();
+  if (!sizes_known_equal(heads, kv_heads)) {
+    wide = wide.unsqueeze(2)
+               .expand_symint({wide.sym_size(0), kv_heads, heads / kv_heads, wide.sym_size(2), wide.sym_size(3)})
+               .flatten(1, 2);
+  }
+  return hidden_.defined() ? wide.masked_fill(hidden_.all(-2).unsqueeze(-1), 0.0) : wide;
+}
+
+void Unfused::compute_probabilities() {
+  const auto scores = sum_of(at::matmul(query_ * scale(), transposed(key_)), bias_);
+  if (!hidden_.defined()) {
+    probabilities_ = at::softmax(scores, -1);
+    return;
+  }
+  // The second fill is for rows that see nothing, whose softmax is NaN, and for hidden keys of rows that are NaN.
+  probabilities_ = visible_only(at::softmax(scores.masked_fill(hidden_, -kInfinity), -1));
+}
+
+Tensor Unfused::grad_of_weights(const BackwardArguments& b) const {
+  Tensor gradient;
+  if (has_tensor(b.grad_output)) gradient = at::matmul(row_operand(*b.grad_output), transposed(value_));
+  if (has_tensor(b.grad_weights)) {
+    auto of_weights = b.grad_weights->to(accumulation_);
+    if (static_cast<core::WeightsMode>(arguments_.weights_mode) == core::WeightsMode::kAveraged) {
+      of_weights = (of_weights / c10::Scalar(arguments_.heads())).unsqueeze(1);
+    }
+    gradient = gradient.defined() ? gradient + of_weights : of_weights.expand_as(probabilities_);
+  }
+  return gradient.defined() ? visible_only(gradient) : at::zeros_like(probabilities_);
+}
+
+Tensor Unfused::as_key(const Tensor& gradient) const {
+  auto summed = gradient;
+  const auto heads = arguments_.heads();
+  const auto kv_heads = arguments_.kv_heads();
+  if (!sizes_known_equal(heads, kv_heads)) {
+    summed =
+        summed.reshape_symint({summed.sym_size(0), kv_heads, heads / kv_heads, summed.sym_size(2), summed.sym_size(3)})
+            .sum(2);
+  }
+  return summed.to(arguments_.key.scalar_type());
+}
+
+Tensor Unfused::as_key_padding_mask(const Tensor& gradient) const {
+  return gradient.narrow_symint(-1, 0, arguments_.masked_keys())
+      .sum({1, 2})
+      .to(arguments_.key_padding_mask->scalar_type());
+}
+
+Tensor Unfused::as_attn_mask(const Tensor& gradient) const {
+  return gradient.narrow_symint(-1, 0, arguments_.masked_keys())
+      .sum_to_size_symint(arguments_.attn_mask->sym_sizes())
+      .to(arguments_.attn_mask->scalar_type());
+}
+
+Tensor Unfused::as_weights(const Tensor& per_head) const {
+  const bool averaged = static_cast<core::WeightsMode>(arguments_.weights_mode) == core::WeightsMode::kAveraged;
+  return (averaged ? per_head.mean(1) : per_head).to(arguments_.query.scalar_type());
+}
+
+Tensor Unfused::score_change(const Tensor& query, const Tensor& key, const Tensor& key_padding_mask,
+                             const Tensor& attn_mask) const {
+  Tensor change;
+  if (query.defined()) change = at::matmul(row_operand(query) * scale(), transposed(key_));
+  if (key.defined()) change = sum_of(change, at::matmul(query_ * scale(), transposed(key_operand(key))));
+  if (key_padding_mask.defined()) {
+    change = sum_of(change, over_all_keys(key_padding_mask.to(accumulation_).unsqueeze(1).unsqueeze(1)));
+  }
+  if (attn_mask.defined()) change = sum_of(change, over_all_keys(attn_mask.to(accumulation_)));
+  return change.defined() ? visible_only(change.expand_as(probabilities_)) : at::zeros_like(probabilities_);
+}
+
+bool is_dual(const OptionalTensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
+
+/// The formulas are exact in their own dtypes: an autocast that surrounds the backward pass must not lower them.
+c10::impl::ExcludeDispatchKeyGuard without_autocast() {
+  return c10::impl::ExcludeDispatchKeyGuard(c10::autocast_dispatch_keyset);
+}
+
+}  // namespace
+
+bool has_tangent(const AttentionArguments& a) {
+  return is_dual(a.query) || is_dual(a.key) || is_dual(a.value) || is_dual(a.key_padding_mask) || is_dual(a.attn_mask);
+}
+
+bool has_tangent(const AttentionArguments& a, const BackwardArguments& b) {
+  return has_tangent(a) || is_dual(b.grad_output) || is_dual(b.grad_weights);
+}
+
+std::array<Tensor, 2> unfused_forward(const AttentionArguments& a) {
+  const auto guard = without_autocast();
+  const Unfused unfused(a);
+  const auto weights = unfused.weights();
+  const auto output = at::matmul(weights, unfused.value()).to(a.query.scalar_type());
+  return {output, a.weights_mode == 0 ? Tensor() : unfused.as_weights(weights)};
+}
+
+std::array<Tensor, 5> unfused_backward(const AttentionArguments& a, const BackwardArguments& b,
+                                       const GradientMask& wanted) {
+  const auto guard = without_autocast();
+  const Unfused unfused(a);
+  const auto& probabilities = unfused.probabilities();
+  const auto grad_probabilities = unfused.dropped(unfused.grad_of_weights(b));
+  const auto delta = row_sum(probabilities * grad_probabilities);
+  const auto grad_scores = probabilities * (grad_probabilities - delta);
+
+  std::array<Tensor, 5> gradients;
+  if (wanted[0]) gradients[0] = unfused.as_query(at::matmul(grad_scores, unfused.key()) * a.scale);
+  if (wanted[1]) gradients[1] = unfused.as_key(at::matmul(transposed(grad_scores), unfused.query()) * a.scale);
+  if (wanted[2]) {
+    gradients[2] = has_tensor(b.grad_output)
+                       ? unfused.as_key(at::matmul(transposed(unfused.weights()), unfused.row_operand(*b.grad_output)))
+                       : at::zeros_like(a.value);
+  }
+  if (wanted[3]) gradients[3] = unfused.as_key_padding_mask(grad_scores);
+  if (wanted[4]) gradients[4] = unfused.as_attn_mask(grad_scores);
+  return gradients;
+}
+
+std::array<Tensor, 7> unfused_double_backward(const AttentionArguments& a, const BackwardArguments& b,
+                                              const std::array<Tensor, 5>& of, const std::array<bool, 7>& wanted) {
+  const auto guard = without_autocast();
+  const Unfused unfused(a);
+  const auto& probabilities = unfused.probabilities();
+  const auto weights = unfused.weights();
+  const auto grad_probabilities = unfused.dropped(unfused.grad_of_weights(b));
+  const auto centred = grad_probabilities - row_sum(probabilities * grad_probabilities);
+  const auto grad_scores = probabilities * centred;
+
+  // Cotangents, from the results back: dQ, dK and dM reach dS through `change`, dV reaches W through of_value.
+  const auto change = unfused.score_change(of[0], of[1], of[3], of[4]);
+  const auto mean_change = row_sum(change * probabilities);
+  const auto of_grad_weights = unfused.dropped(probabilities * (change - mean_change));
+  const auto of_value = of[2].defined() ? unfused.key_operand(of[2]) : Tensor();
+  const auto grad_output = has_tensor(b.grad_output) ? unfused.row_operand(*b.grad_output) : Tensor();
+
+  auto of_probabilities = change * centred - mean_change * grad_probabilities;
+  if (of_value.defined() && grad_output.defined()) {
+    const auto of_weights = unfused.visible_only(at::matmul(grad_output, transposed(of_value)));
+    of_probabilities = of_probabilities + unfused.dropped(of_weights);
+  }
+  const auto of_scores = probabilities * (of_probabilities - row_sum(probabilities * of_probabilities));
+
+  std::array<Tensor, 7> result;
+  if (wanted[0]) {
+    auto of_output = at::matmul(of_grad_weights, unfused.value());
+    if (of_value.defined()) of_output = of_output + at::matmul(weights, of_value);
+    result[0] = unfused.as_query(of_output);
+  }
+  if (wanted[1]) result[1] = unfused.as_weights(of_grad_weights);
+  if (wanted[2]) {
+    auto of_query = at::matmul(of_scores, unfused.key());
+    if (of[1].defined()) of_query = of_query + at::matmul(grad_scores, unfused.key_operand(of[1]));
+    result[2] = unfused.as_query(of_query * a.scale);
+  }
+  if (wanted[3]) {
+    auto of_key = at::matmul(transposed(of_scores), unfused.query());
+    if (of[0].defined()) of_key = of_key + at::matmul(transposed(grad_scores), unfused.row_operand(of[0]));
+    result[3] = unfused.as_key(of_key * a.scale);
+  }
+  if (wanted[4] && grad_output.defined()) {
+    result[4] = unfused.as_key(at::matmul(transposed(of_grad_weights), grad_output));
+  }
+  if (wanted[5]) result[5] = unfused.as_key_padding_mask(of_scores);
+  if (wanted[6]) result[6] = unfused.as_attn_mask(of_scores);
+  return result;
+}
+
+}  // namespace fused_mha::detail

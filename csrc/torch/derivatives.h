@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Attention and its gradients written in PyTorch's own differentiable operations: not fused, with tensors of shape
+// (N, H, L, S). Forward-mode and second-order derivatives come from here; first-order ones never do.
+//
+//   S = scale Q K^T + M         P = softmax of S over visible keys, 0 where hidden    Z = keep / (1 - dropout_p)
+//   W = P Z                     O = W V
+//   dW = dO V^T + gW            dP = dW Z            dS = P (dP - rowsum(P dP))
+//   dQ = scale dS K             dK = scale dS^T Q    dV = W^T dO                      dM = dS
+//
+// Sums are kept in float (double for float64 inputs). Queries that see no key, and keys that no query of their head
+// sees, are replaced by zeros, so NaN there stays out. A key that only some queries see must be finite.
+#pragma once
+
+#include <array>
+
+#include "torch/arguments.h"
+
+namespace fused_mha::detail {
+
+/// Whether a forward-mode tangent reaches one of the tensors.
+bool has_tangent(const AttentionArguments& arguments);
+bool has_tangent(const AttentionArguments& arguments, const BackwardArguments& backward);
+
+/// Output and weights (undefined with weights_mode 0), differentiable by any mode.
+std::array<at::Tensor, 2> unfused_forward(const AttentionArguments& arguments);
+
+/// Gradients of query, key, value, key_padding_mask, attn_mask, differentiable by any mode; undefined if not wanted.
+std::array<at::Tensor, 5> unfused_backward(const AttentionArguments& arguments, const BackwardArguments& backward,
+                                           const GradientMask& wanted);
+
+/// Cotangents of _attention_backward's grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask for
+/// the cotangents `of` of its results, any of which may be undefined; undefined if not wanted.
+std::array<at::Tensor, 7> unfused_double_backward(const AttentionArguments& arguments,
+                                                  const BackwardArguments& backward,
+                                                  const std::array<at::Tensor, 5>& of,
+                                                  const std::array<bool, 7>& wanted);
+
+}  // namespace fused_mha::detail

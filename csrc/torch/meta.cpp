@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The Meta kernels: what the others check and allocate, and no more. Fake tensors, torch.compile and torch.export run
+// these, with sizes that may be symbols.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "torch/checks.h"
+#include "torch/operators.h"
+#include "torch/outputs.h"
+
+namespace fused_mha::detail {
+namespace {
+
+ForwardResult attention_forward_meta(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                     const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                     bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
+                                     c10::SymInt always_visible_keys, std::int64_t weights_mode) {
+  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
+                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+  check_forward("_attention_forward", arguments);
+  return allocate_forward(arguments);
+}
+
+BackwardResult attention_backward_meta(const OptionalTensor& grad_output, const OptionalTensor& grad_weights,
+                                       const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                       const at::Tensor& output, const at::Tensor& row_max, const at::Tensor& row_sum,
+                                       bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
+                                       c10::SymInt always_visible_keys, std::int64_t weights_mode,
+                                       GradientMask output_mask) {
+  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
+                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+  check_backward("_attention_backward", arguments, {grad_output, grad_weights, output, row_max, row_sum}, output_mask);
+  return allocate_backward(arguments, output_mask);
+}
+
+at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
+                             c10::SymInt query_length, c10::SymInt key_length, double dropout_p) {
+  const std::vector<c10::SymInt> sizes{batch, heads, query_length, key_length};
+  check_dropout_mask("dropout_mask", rng_state, sizes, dropout_p);
+  return at::empty_symint(sizes, rng_state.options().dtype(at::kBool));
+}
+
+}  // namespace
+}  // namespace fused_mha::detail
+
+TORCH_LIBRARY_IMPL(fused_mha, Meta, library) {
+  library.impl("_attention_forward", &fused_mha::detail::attention_forward_meta);
+  library.impl("_attention_backward", &fused_mha::detail::attention_backward_meta);
+  library.impl("dropout_mask", &fused_mha::detail::dropout_mask_meta);
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <fused_mha/multihead_attention.h>
+#include <torch/nn/init.h>
+
+#include "torch/checks.h"
+#include "torch/multi_head_attention.h"
+#include "torch/operators.h"
+
+namespace fused_mha {
+
+MultiheadAttentionOptions::MultiheadAttentionOptions(std::int64_t embed_dim, std::int64_t num_heads)
+    : embed_dim_(embed_dim), num_heads_(num_heads) {}
+
+MultiheadAttentionImpl::MultiheadAttentionImpl(const MultiheadAttentionOptions& options) : options(options) {
+  // NOLINTNEXTLINE(clang-analyzer-optin.cplusplus.VirtualCall): as all modules of torch::nn do
+  reset();
+}
+
+void MultiheadAttentionImpl::reset() {
+  const auto width = options.embed_dim();
+  TORCH_CHECK_VALUE(width > 0 && options.num_heads() > 0,
+                    "fused_mha::MultiheadAttention: embed_dim and num_heads must be positive, got ", width, " and ",
+                    options.num_heads());
+  TORCH_CHECK(width % options.num_heads() == 0, "fused_mha::MultiheadAttention: num_heads must divide embed_dim, ",
+              width, ", got ", options.num_heads());
+  const auto key_width = options.kdim().value_or(width);
+  const auto value_width = options.vdim().value_or(width);
+
+  // Created and drawn in the order of the Python module, so that one seed gives both the same numbers.
+  if (key_width == width && value_width == width) {
+    in_proj_weight = register_parameter("in_proj_weight", torch::empty({3 * width, width}));
+  } else {
+    q_proj_weight = register_parameter("q_proj_weight", torch::empty({width, width}));
+    k_proj_weight = register_parameter("k_proj_weight", torch::empty({width, key_width}));
+    v_proj_weight = register_parameter("v_proj_weight", torch::empty({width, value_width}));
+  }
+  if (options.bias()) in_proj_bias = register_parameter("in_proj_bias", torch::empty({3 * width}));
+  out_proj =
+      register_module("out_proj", torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(options.bias())));
+  if (options.add_bias_kv()) {
+    bias_k = register_parameter("bias_k", torch::empty({1, 1, width}));
+    bias_v = register_parameter("bias_v", torch::empty({1, 1, width}));
+  }
+  reset_parameters();
+}
+
+void MultiheadAttentionImpl::reset_parameters() {
+  const torch::NoGradGuard no_grad;
+  for (const auto& weight : {in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight}) {
+    if (weight.defined()) torch::nn::init::xavier_uniform_(weight);
+  }
+  if (in_proj_bias.defined()) {
+    torch::nn::init::zeros_(in_proj_bias);
+    torch::nn::init::zeros_(out_proj->bias);
+  }
+  for (const auto& bias : {bias_k, bias_v}) {
+    if (bias.defined()) torch::nn::init::xavier_normal_(bias);
+  }
+}
+
+void MultiheadAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "fused_mha::MultiheadAttention(embed_dim=" << options.embed_dim()
+         << ", num_heads=" << options.num_heads() << ", dropout=" << options.dropout() << ", bias=" << options.bias()
+         << ", add_bias_kv=" << options.add_bias_kv() << ", add_zero_attn=" << options.add_zero_attn()
+         << ", kdim=" << options.kdim().value_or(options.embed_dim())
+         << ", vdim=" << options.vdim().value_or(options.embed_dim()) << ", batch_first=" << options.batch_first()
+         << ")";
+}
+
+std::tuple<torch::Tensor, torch::Tensor> MultiheadAttentionImpl::forward(
+    const torch::Tensor& query, const torch::Tensor& key, const torch::Tensor& value,
+    const MultiheadAttentionForwardOptions& forward_options) {
+  using detail::optional_tensor;
+  const auto key_padding_mask = optional_tensor(forward_options.key_padding_mask());
+  const auto attn_mask = optional_tensor(forward_options.attn_mask());
+  const double dropout_p = is_training() ? options.dropout() : 0.0;
+  detail::check_multi_head("MultiheadAttention", query, key, value, key_padding_mask, attn_mask, options.num_heads(),
+                           options.dropout(), options.batch_first());
+  const detail::InProjection weights{optional_tensor(in_proj_weight), optional_tensor(q_proj_weight),
+                                     optional_tensor(k_proj_weight), optional_tensor(v_proj_weight),
+                                     optional_tensor(in_proj_bias)};
+  const auto [projected_query, projected_key, projected_value] = detail::project_inputs(query, key, value, weights);
+  static const auto op =
+      detail::find_operator<detail::ProjectedSignature>("fused_mha::_multi_head_attention_projected");
+  const auto [context, attention_weights] = op.call(
+      projected_query, projected_key, projected_value, options.num_heads(), optional_tensor(bias_k),
+      optional_tensor(bias_v), options.add_zero_attn(), dropout_p, key_padding_mask, forward_options.need_weights(),
+      attn_mask, forward_options.average_attn_weights(), forward_options.is_causal(), options.batch_first());
+  return {out_proj->forward(context), attention_weights.value_or(torch::Tensor())};
+}
+
+}  // namespace fused_mha

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torch/outputs.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <numeric>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fused_mha::detail {
+namespace {
+
+/// Dimensions of `like` from the slowest to the fastest in memory. Broadcast dimensions (stride 0) have no order of
+/// their own and stay where they are.
+std::vector<std::size_t> memory_order(const at::Tensor& like) {
+  const auto strides = like.sym_strides();
+  std::vector<std::size_t> order(strides.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  const auto is_faster = [&](std::size_t a, std::size_t b) {
+    if (TORCH_GUARD_OR_FALSE(strides[a].sym_eq(0)) || TORCH_GUARD_OR_FALSE(strides[b].sym_eq(0))) return false;
+    return TORCH_GUARD_OR_FALSE(strides[a].sym_lt(strides[b]));
+  };
+  for (std::size_t i = 1; i < order.size(); ++i) {
+    for (std::size_t j = i; j > 0 && is_faster(order[j - 1], order[j]); --j) std::swap(order[j - 1], order[j]);
+  }
+  return order;
+}
+
+at::Tensor empty_like_input(const at::Tensor& input, bool wanted) {
+  return wanted ? empty_in_order_of(input, input.sym_sizes()) : at::empty({0}, input.options());
+}
+
+at::Tensor empty_like_input(const OptionalTensor& input, bool wanted, const at::Tensor& otherwise_like) {
+  return wanted ? empty_like_input(*input, true) : at::empty({0}, otherwise_like.options());
+}
+
+at::Tensor allocate_weights(const AttentionArguments& a) {
+  const auto options = a.query.options();
+  switch (static_cast<core::WeightsMode>(a.weights_mode)) {
+    case core::WeightsMode::kAveraged:
+      return at::empty_symint({a.batch(), a.query_length(), a.key_length()}, options);
+    case core::WeightsMode::kPerHead:
+      return at::empty_symint({a.batch(), a.heads(), a.query_length(), a.key_length()}, options);
+    case core::WeightsMode::kNone:
+      break;
+  }
+  return at::empty({0}, options);
+}
+
+}  // namespace
+
+at::Tensor empty_in_order_of(const at::Tensor& like, c10::SymIntArrayRef sizes) {
+  const auto order = memory_order(like);
+  std::vector<c10::SymInt> strides(sizes.size());
+  c10::SymInt stride = 1;
+  for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {
+    strides[*dim] = stride;
+    // An empty dimension must not make the strides of others 0: those mean broadcasting.
+    stride = stride * sizes[*dim].max(1);
+  }
+  return at::empty_strided_symint(sizes, strides, like.options());
+}
+
+ForwardResult allocate_forward(const AttentionArguments& a) {
+  const auto statistics = a.query.options().dtype(at::toOpMathType(a.query.scalar_type()));
+  const std::vector<c10::SymInt> rows{a.batch(), a.heads(), a.query_length()};
+  return {empty_in_order_of(a.query, {a.batch(), a.heads(), a.query_length(), a.value.sym_size(3)}),
+          allocate_weights(a), at::empty_symint(rows, statistics), at::empty_symint(rows, statistics)};
+}
+
+BackwardResult allocate_backward(const AttentionArguments& a, const GradientMask& wanted) {
+  return {empty_like_input(a.query, wanted[0]), empty_like_input(a.key, wanted[1]),
+          empty_like_input(a.value, wanted[2]), empty_like_input(a.key_padding_mask, wanted[3], a.query),
+          empty_like_input(a.attn_mask, wanted[4], a.query)};
+}
+
+}  // namespace fused_mha::detail

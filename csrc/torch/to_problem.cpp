@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torch/to_problem.h"
+
+#include <tuple>
+
+namespace fused_mha::detail {
+namespace {
+
+core::DType to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return core::DType::kFloat32;
+    case at::kDouble:
+      return core::DType::kFloat64;
+    case at::kBFloat16:
+      return core::DType::kBFloat16;
+    case at::kHalf:
+      return core::DType::kFloat16;
+    case at::kBool:
+      return core::DType::kBool;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "checked before: ", type);
+  }
+}
+
+const void* pointer_of(const at::Tensor& tensor, const void* /*kind*/) { return tensor.const_data_ptr(); }
+void* pointer_of(const at::Tensor& tensor, void* /*kind*/) { return tensor.mutable_data_ptr(); }
+
+/// `dims` says which dimension of the tensor each of the view's four is; -1 for one that the tensor lacks. Strides of
+/// size-1 dimensions become 0: they broadcast.
+template <typename ViewType>
+ViewType to_view(const at::Tensor& tensor, std::array<int, 4> dims) {
+  ViewType view;
+  view.data = pointer_of(tensor, view.data);
+  view.dtype = to_dtype(tensor.scalar_type());
+  for (std::size_t i = 0; i < dims.size(); ++i) {
+    view.strides[i] = dims[i] < 0 || tensor.size(dims[i]) == 1 ? 0 : tensor.stride(dims[i]);
+  }
+  return view;
+}
+
+constexpr std::array<int, 4> kAllDims{0, 1, 2, 3};
+constexpr std::array<int, 4> kPaddingDims{0, -1, -1, 1};
+constexpr std::array<int, 4> kAveragedDims{0, -1, 1, 2};
+
+template <typename ViewType>
+ViewType to_weights_view(const at::Tensor& weights, core::WeightsMode mode) {
+  if (mode == core::WeightsMode::kNone) return {};
+  return to_view<ViewType>(weights, mode == core::WeightsMode::kPerHead ? kAllDims : kAveragedDims);
+}
+
+}  // namespace
+
+core::RngState rng_state_of(const at::Tensor& rng_state) {
+  const auto* numbers = rng_state.const_data_ptr<std::int64_t>();
+  return {static_cast<std::uint64_t>(numbers[0]), static_cast<std::uint64_t>(numbers[rng_state.stride(0)])};
+}
+
+core::AttentionProblem to_problem(const AttentionArguments& a) {
+  core::AttentionProblem problem;
+  problem.batch = a.query.size(0);
+  problem.heads = a.query.size(1);
+  problem.kv_heads = a.key.size(1);
+  problem.query_length = a.query.size(2);
+  problem.key_length = a.key.size(2);
+  problem.head_dim = a.query.size(3);
+  problem.value_dim = a.value.size(3);
+  problem.query = to_view<core::View>(a.query, kAllDims);
+  problem.key = to_view<core::View>(a.key, kAllDims);
+  problem.value = to_view<core::View>(a.value, kAllDims);
+  if (has_tensor(a.key_padding_mask)) {
+    problem.key_padding_mask = to_view<core::View>(*a.key_padding_mask, kPaddingDims);
+  }
+  if (has_tensor(a.attn_mask)) problem.attn_mask = to_view<core::View>(*a.attn_mask, kAllDims);
+  problem.is_causal = a.is_causal;
+  problem.always_visible_keys = a.always_visible_keys.expect_int();
+  problem.scale = a.scale;
+  problem.dropout_p = a.dropout_p;
+  if (has_tensor(a.rng_state)) problem.rng = rng_state_of(*a.rng_state);
+  return problem;
+}
+
+core::ForwardOutputs to_outputs(const AttentionArguments& a, const ForwardResult& result) {
+  const auto& [output, weights, row_max, row_sum] = result;
+  const auto mode = static_cast<core::WeightsMode>(a.weights_mode);
+  return {.output = to_view<core::MutableView>(output, kAllDims),
+          .row_max = row_max.mutable_data_ptr(),
+          .row_sum = row_sum.mutable_data_ptr(),
+          .weights = to_weights_view<core::MutableView>(weights, mode),
+          .weights_mode = mode};
+}
+
+core::BackwardInputs to_backward_inputs(const AttentionArguments& a, const BackwardArguments& b) {
+  core::BackwardInputs inputs;
+  if (has_tensor(b.grad_output)) inputs.grad_output = to_view<core::View>(*b.grad_output, kAllDims);
+  if (has_tensor(b.grad_weights)) {
+    inputs.weights_mode = static_cast<core::WeightsMode>(a.weights_mode);
+    inputs.grad_weights = to_weights_view<core::View>(*b.grad_weights, inputs.weights_mode);
+  }
+  inputs.output = to_view<core::View>(b.output, kAllDims);
+  inputs.row_max = b.row_max.const_data_ptr();
+  inputs.row_sum = b.row_sum.const_data_ptr();
+  return inputs;
+}
+
+core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const GradientMask& wanted) {
+  core::BackwardOutputs outputs;
+  const auto& [query, key, value, padding, mask] = result;
+  if (wanted[0]) outputs.grad_query = to_view<core::MutableView>(query, kAllDims);
+  if (wanted[1]) outputs.grad_key = to_view<core::MutableView>(key, kAllDims);
+  if (wanted[2]) outputs.grad_value = to_view<core::MutableView>(value, kAllDims);
+  if (wanted[3]) outputs.grad_key_padding_mask = to_view<core::MutableView>(padding, kPaddingDims);
+  if (wanted[4]) {
+    outputs.grad_attn_mask = to_view<core::MutableView>(mask, kAllDims);
+    for (std::size_t i = 0; i < 4; ++i) outputs.attn_mask_sizes[i] = mask.size(static_cast<std::int64_t>(i));
+  }
+  return outputs;
+}
+
+}  // namespace fused_mha::detail

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// From tensors to what the kernels take. Checks have passed before; nothing is copied.
+#pragma once
+
+#include "core/problem.h"
+#include "torch/arguments.h"
+
+namespace fused_mha::detail {
+
+core::RngState rng_state_of(const at::Tensor& rng_state);
+
+core::AttentionProblem to_problem(const AttentionArguments& arguments);
+
+core::ForwardOutputs to_outputs(const AttentionArguments& arguments, const ForwardResult& result);
+
+core::BackwardInputs to_backward_inputs(const AttentionArguments& arguments, const BackwardArguments& backward);
+
+core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const GradientMask& wanted);
+
+}  // namespace fused_mha::detail

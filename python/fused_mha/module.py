@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torch.nn.MultiheadAttention`` with fused attention."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import has_torch_function
+
+from fused_mha import _nested
+
+__all__ = ["MultiheadAttention"]
+
+# The overloads themselves: calling the packet would look the overload up every time.
+_forward_op = torch.ops.fused_mha.multi_head_attention_forward.default
+_projected_op = torch.ops.fused_mha._multi_head_attention_projected.default
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    r"""Multi-head attention (Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2), fused.
+
+    It stands where ``torch.nn.MultiheadAttention`` stood: the same constructor, attributes, parameter names, initial
+    numbers for the same seed, ``state_dict``, forward arguments and results. Letters: N batch, H heads, L query
+    length, S key length, E ``embed_dim``.
+
+    Args:
+        embed_dim: E, the width of the query and of the output.
+        num_heads: H; divides E.
+        dropout: probability with which an attention weight is dropped in training.
+        bias: give the projections a bias.
+        add_bias_kv: append one learned key and value, visible to every row.
+        add_zero_attn: append one key and value of zeros, visible to every row.
+        kdim: width of the key; E by default.
+        vdim: width of the value; E by default.
+        batch_first: batched inputs and outputs are (N, L, E) instead of (L, N, E).
+        device, dtype: of the parameters.
+
+    What is better than in the stock module: a row that sees no key attends to nothing (its output is ``out_proj.bias``)
+    instead of NaN; what a mask hides is not read; two masks may differ in type; ``attn_mask`` may be anything that
+    broadcasts to (N, H, L, S); ``is_causal=True`` needs no mask; ``need_weights=True`` costs no (N, H, L, S) tensor
+    when averaged; hooks, adapters and quantized layers put on ``out_proj`` take effect; nested tensors, of both
+    layouts, work in training too; training and evaluation, with and without gradients, give the same answer.
+
+    Example::
+
+        >>> attention = fused_mha.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
+        >>> x = torch.randn(2, 5, 16)
+        >>> padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        >>> output, weights = attention(x, x, x, key_padding_mask=padding)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
+    """
+
+    # wraps() keeps the stock signature, whatever it is in the torch that runs.
+    @functools.wraps(nn.MultiheadAttention.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse_encoder_fast_path(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        r"""Attend from the query to keys and values.
+
+        Args:
+            query: (L, N, E), (N, L, E) with ``batch_first``, or (L, E) unbatched; or nested (N, each sample's L, E).
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim); or nested.
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim); or nested.
+            key_padding_mask: (N, S), or (S) unbatched; bool (True hides the key) or floating (added to the scores).
+            need_weights: return the attention weights too.
+            attn_mask: (L, S), (N * H, L, S), or anything that broadcasts to (N, H, L, S); bool (True hides) or
+                floating (added).
+            average_attn_weights: return the weights' mean over heads rather than each head's.
+            is_causal: causal attention where no ``attn_mask`` is given; where one is given it alone decides.
+
+        Returns:
+            The output, in the query's layout, and the weights, after dropout, or None: (N, L, S) averaged, (N, H, L, S)
+            per head, without N where the input is unbatched. With nested input the weights are padded with zeros.
+
+        Raises:
+            AssertionError, RuntimeError, ValueError: shapes that do not fit, of the type that the stock module raises.
+            TypeError: a mask that is neither bool nor floating.
+        """
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            # TorchScript knows nothing of the types that choose the way below; this one is right for all of them.
+            q, k, v = _project_in(
+                query,
+                key,
+                value,
+                self.in_proj_weight,
+                self.in_proj_bias,
+                self.q_proj_weight,
+                self.k_proj_weight,
+                self.v_proj_weight,
+            )
+            context, weights = torch.ops.fused_mha._multi_head_attention_projected(
+                q,
+                k,
+                v,
+                self.num_heads,
+                self.bias_k,
+                self.bias_v,
+                self.add_zero_attn,
+                self.dropout if self.training else 0.0,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+                self.batch_first,
+            )
+            return self.out_proj(context), weights
+        if query.is_nested or key.is_nested or value.is_nested:
+            return _nested_forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        return _padded_forward(
+            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _refuse_encoder_fast_path(self)
+
+
+class _ForwardPreHooks(OrderedDict[int, Callable[..., Any]]):
+    """Forward pre-hooks with one entry of ours that is counted but never run.
+
+    ``nn.TransformerEncoderLayer`` in evaluation replaces its attention by a kernel of its own, past the module, unless
+    a module inside it has forward hooks. It counts them by ``len``. The entry is seen by ``len`` (and by a tracer, for
+    which it does nothing), while ``bool``, which ``nn.Module.__call__`` asks, and ``values``, which whoever compiles
+    or copies hooks reads, know only the user's: a call costs no more, and TorchScript has no hook to compile.
+    """
+
+    MARKER = -1  # hooks of others have ids from 0 on
+
+    def __bool__(self) -> bool:
+        return len(self) > (self.MARKER in self)
+
+    def values(self):  # type: ignore[no-untyped-def]
+        return OrderedDict((key, hook) for key, hook in self.items() if key != self.MARKER).values()
+
+
+def _no_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """The entry of _ForwardPreHooks, for those who run hooks without asking whether there are any."""
+
+
+def _refuse_encoder_fast_path(module: nn.Module) -> None:
+    hooks = module._forward_pre_hooks
+    # Where there are hooks, their handles know the dictionary by identity and remove them from it: it has to stay.
+    if not hooks and not isinstance(hooks, _ForwardPreHooks):
+        hooks = _ForwardPreHooks()
+        module._forward_pre_hooks = hooks
+    hooks.setdefault(_ForwardPreHooks.MARKER, _no_hook)
+
+
+def _in_parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
+    """in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, bias_k, bias_v."""
+    parameters = module._parameters
+    try:
+        # An attribute that is a parameter is found only after everything else has failed, ten times slower than this.
+        return (
+            parameters["in_proj_weight"],
+            parameters["in_proj_bias"],
+            parameters["q_proj_weight"],
+            parameters["k_proj_weight"],
+            parameters["v_proj_weight"],
+            module.bias_k,
+            module.bias_v,
+        )
+    except KeyError:
+        # Parametrized, pruned or sharded: something else answers for the attribute.
+        return (
+            module.in_proj_weight,
+            module.in_proj_bias,
+            module.q_proj_weight,
+            module.k_proj_weight,
+            module.v_proj_weight,
+            module.bias_k,
+            module.bias_v,
+        )
+
+
+def _why_out_proj_is_called(out_proj: nn.Module, in_parameters: tuple[Tensor | None, ...]) -> str:
+    """Why a call cannot be the one operator that takes all weights; '' where it can, as a rule.
+
+    Otherwise the in-projections are F.linear of whatever the attributes give, and out_proj is called as a module, so
+    that what hangs on them takes effect. The answers are the same.
+    """
+    kind = type(out_proj)
+    if kind is not NonDynamicallyQuantizableLinear and kind is not nn.Linear:
+        return f"out_proj is a {kind.__name__}"
+    state = out_proj.__dict__
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    ):
+        return "out_proj has hooks"
+    if "forward" in state:
+        return "out_proj.forward has been replaced"
+    out_parameters = state["_parameters"]
+    if "weight" not in out_parameters or "bias" not in out_parameters:
+        return "a parameter of out_proj has been replaced"
+    if has_torch_function((*in_parameters, out_parameters["weight"], out_parameters["bias"])):
+        return "a parameter is of a tensor subclass that overrides torch functions"
+    return ""
+
+
+def _thirds(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if bias is None:
+        return None, None, None
+    q, k, v = bias.chunk(3)
+    return q, k, v
+
+
+def _project_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in-projections, by F.linear alone."""
+    if weight is not None:
+        if query is key and key is value:
+            q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
+            return q, k, v
+        if has_torch_function((weight,)):
+            # A subclass may know F.linear and nothing else, no slicing: project whole, keep a third.
+            q, _, _ = F.linear(query, weight, bias).chunk(3, dim=-1)
+            _, k, v = F.linear(key, weight, bias).chunk(3, dim=-1)
+            if value is not key:
+                _, _, v = F.linear(value, weight, bias).chunk(3, dim=-1)
+            return q, k, v
+        q_weight, k_weight, v_weight = weight.chunk(3)
+    assert q_weight is not None
+    assert k_weight is not None
+    assert v_weight is not None
+    q_bias, k_bias, v_bias = _thirds(bias)
+    return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+
+
+def _padded_forward(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    in_parameters = _in_parameters(module)
+    in_proj_weight, in_proj_bias, q_weight, k_weight, v_weight, bias_k, bias_v = in_parameters
+    out_proj = module._modules["out_proj"]
+    assert out_proj is not None
+    try:
+        if not _why_out_proj_is_called(out_proj, in_parameters):
+            output, weights = _forward_op(
+                query,
+                key,
+                value,
+                module.embed_dim,
+                module.num_heads,
+                in_proj_weight,
+                in_proj_bias,
+                bias_k,
+                bias_v,
+                module.add_zero_attn,
+                module.dropout,
+                out_proj._parameters["weight"],
+                out_proj._parameters["bias"],
+                module.training,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                in_proj_weight is None,
+                q_weight,
+                k_weight,
+                v_weight,
+                None,
+                None,
+                average_attn_weights,
+                is_causal,
+                module.batch_first,
+            )
+            return output, weights
+        if query.size(-1) != module.embed_dim:
+            raise ValueError(
+                f"fused_mha::MultiheadAttention: query must have width E = {module.embed_dim}, got shape "
+                f"{tuple(query.shape)}"
+            )
+        context, weights = _projected_op(
+            *_project_in(query, key, value, *in_parameters[:5]),
+            module.num_heads,
+            bias_k,
+            bias_v,
+            module.add_zero_attn,
+            module.dropout if module.training else 0.0,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+            module.batch_first,
+        )
+    except (RuntimeError, ValueError) as error:
+        if _stock_asserts(module, query, key, value, key_padding_mask, attn_mask):
+            raise AssertionError(str(error)) from None
+        raise
+    return out_proj(context), weights
+
+
+def _stock_asserts(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> bool:
+    """Whether these arguments, already refused, are refused with an AssertionError by the stock module."""
+    dims = query.dim()
+    if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
+        return True
+    if query.size(-1) != module.embed_dim:
+        return True
+    together = slice(None) if module._qkv_same_embed_dim else slice(-1)
+    if key.shape[together] != value.shape[together]:
+        return True
+    batch_dim = 0 if module.batch_first else 1
+    batch, keys = ([key.size(batch_dim)], key.size(1 - batch_dim)) if dims == 3 else ([], key.size(0))
+    if key_padding_mask is not None and list(key_padding_mask.shape) != [*batch, keys]:
+        return True
+    if attn_mask is None or attn_mask.dim() == 2:
+        return False
+    return attn_mask.dim() != 3 or dims == 2
+
+
+def _nested_forward(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Nested tensors by way of the padded form: the padding of keys is hidden, that of queries dropped."""
+    if not module.batch_first:
+        raise AssertionError("fused_mha::MultiheadAttention: nested tensors are (N, L, E) and need batch_first=True")
+    if key.is_nested != value.is_nested:
+        raise AssertionError("fused_mha::MultiheadAttention: key and value must both be nested, or neither")
+    if key.is_nested and key_padding_mask is not None:
+        raise AssertionError(
+            "fused_mha::MultiheadAttention: a nested key has no padding; key_padding_mask must be None, got "
+            f"{tuple(key_padding_mask.shape)}"
+        )
+    padded_query = _nested.to_padded(query) if query.is_nested else query
+    padded_key = key
+    padded_value = value
+    if key.is_nested:
+        # One tensor stays one tensor: it then takes one in-projection.
+        padded_key = padded_query if key is query else _nested.to_padded(key)
+        padded_value = padded_query if value is query else padded_key if value is key else _nested.to_padded(value)
+        key_lengths = _nested.lengths(key)
+        if value is not key and not torch.equal(key_lengths, _nested.lengths(value)):
+            raise AssertionError(
+                "fused_mha::MultiheadAttention: key and value must have the same length in each sample"
+            )
+        key_padding_mask = _nested.padding(key_lengths, padded_key.size(1))
+    output, weights = _padded_forward(
+        module,
+        padded_query,
+        padded_key,
+        padded_value,
+        key_padding_mask,
+        need_weights,
+        attn_mask,
+        average_attn_weights,
+        is_causal,
+    )
+    if not query.is_nested:
+        return output, weights
+    if weights is not None:
+        no_query = _nested.padding(_nested.lengths(query), padded_query.size(1)).unsqueeze(-1)
+        weights = weights.masked_fill(no_query if average_attn_weights else no_query.unsqueeze(1), 0.0)
+    return _nested.from_padded(output, like=query), weights

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# clang_tidy.sh BUILD_FOLDER JOBS: clang-tidy on the units of csrc, with the compile commands of a configured build.
+# The kernels are one algorithm compiled per instruction set, so their generic unit stands for all of them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+find csrc -name '*.cpp' ! -name 'kernels_*.cpp' -print0 -o -name kernels_generic.cpp -print0 |
+  xargs -0 -n 1 -P "$2" clang-tidy --quiet -p "$1" --extra-arg=-fno-openmp

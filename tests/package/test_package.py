@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""C++ projects that use the library in each way that a user may, built and run."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import fused_mha
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+TORCH_FOLDER = Path(torch.__file__).parent
+JOBS = os.environ.get("MAX_JOBS", "1")
+
+
+def environment_without_cuda() -> dict[str, str]:
+    """No variable and no PATH entry that leads to a CUDA toolkit, nor to a Python that has torch."""
+    environment = {name: value for name, value in os.environ.items() if "CUDA" not in name and "TORCH" not in name}
+    folders = environment["PATH"].split(os.pathsep)
+    environment["PATH"] = os.pathsep.join(folder for folder in folders if not (Path(folder) / "nvcc").exists())
+    for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH", "CPATH", "CMAKE_PREFIX_PATH"):
+        environment.pop(name, None)
+    return environment
+
+
+def run(*command: str | Path, **kwargs: object) -> str:
+    result = subprocess.run(
+        [str(part) for part in command], env=environment_without_cuda(), text=True, capture_output=True, **kwargs
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def build(source: Path, folder: Path, *arguments: str) -> str:
+    """Configures and builds; returns what configuring printed."""
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    log = run("cmake", "-S", source, "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *generator, *arguments)
+    run("cmake", "--build", folder, "-j", JOBS)
+    return log
+
+
+def check_consumer(program: Path) -> None:
+    output = run(program)
+    assert "agrees 1" in output
+    runtimes = [line for line in output.splitlines() if line.startswith("openmp ")]
+    assert len(runtimes) == 1, f"more than one OpenMP runtime, or none: {runtimes}"
+
+
+def test_find_package_of_the_installed_python_package(tmp_path: Path) -> None:
+    prefix = f"{fused_mha.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
+    build(HERE / "find_package", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
+    check_consumer(tmp_path / "consumer")
+
+
+def test_find_package_finds_the_torch_beside_the_package(tmp_path: Path) -> None:
+    if Path(fused_mha.__file__).parents[1] != TORCH_FOLDER.parent:
+        pytest.skip("fused_mha and torch are installed in different folders")
+    arguments = [f"-DCMAKE_PREFIX_PATH={fused_mha.cmake_prefix_path}", "-DPython_EXECUTABLE=/nonexistent"]
+    log = build(HERE / "find_package", tmp_path, *arguments)
+    assert f"in {TORCH_FOLDER}" in log
+    check_consumer(tmp_path / "consumer")
+
+
+@pytest.fixture(scope="module")
+def subproject(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole library built inside a consumer, and installed from there; generic kernels only, to save time."""
+    folder = tmp_path_factory.mktemp("add_subdirectory")
+    options = [
+        f"-DFUSED_MHA_TORCH_DIR={TORCH_FOLDER}",
+        "-DFUSED_MHA_INSTRUCTION_SETS=generic",
+        "-DFUSED_MHA_INSTALL=ON",
+        f"-DCMAKE_INSTALL_PREFIX={folder / 'prefix'}",
+    ]
+    log = build(HERE / "add_subdirectory", folder / "build", *options)
+    assert "cuda toolkit" not in log.lower()
+    return folder
+
+
+def test_add_subdirectory(subproject: Path) -> None:
+    check_consumer(subproject / "build" / "consumer")
+
+
+def test_find_package_of_an_installed_tree(subproject: Path, tmp_path: Path) -> None:
+    run("cmake", "--install", subproject / "build")
+    prefix = f"{subproject / 'prefix'};{torch.utils.cmake_prefix_path}"
+    build(HERE / "find_package", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
+    check_consumer(tmp_path / "consumer")
+
+
+def test_another_minor_version_of_torch_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "torch"
+    (other / "share" / "cmake" / "Torch").mkdir(parents=True)
+    for name in ("include", "lib"):
+        (other / name).symlink_to(TORCH_FOLDER / name)
+    (other / "share" / "cmake" / "Torch" / "TorchConfig.cmake").touch()
+    (other / "share" / "cmake" / "Torch" / "TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.0.1")\n')
+    configure = ["cmake", "-S", HERE / "find_package", "-B", tmp_path / "build", f"-DFUSED_MHA_TORCH_DIR={other}"]
+    result = subprocess.run(
+        [*configure, f"-DCMAKE_PREFIX_PATH={fused_mha.cmake_prefix_path}"],
+        env=environment_without_cuda(),
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode != 0
+    assert "cannot be used with torch 2.0" in " ".join(result.stderr.split())
