@@ -26,7 +26,7 @@ PACKAGE_SOURCES := CMakeLists.txt setup.py pyproject.toml \
 	$(shell find cmake csrc python/fused_mha -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.txt' \
 	-o -name '*.cmake' -o -name '*.in' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \) -not -path '*/fused_mha/share/*' \
 	-not -path 'python/fused_mha/include/*')
-CPP_FILES := $(shell find csrc tests -name '*.h' -o -name '*.inc' -o -name '*.cpp')
+CPP_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.inc' -o -name '*.cpp')
 
 .PHONY: demo test test-python test-cpp test-package build bench lint format sanitize clean FORCE
 .DEFAULT_GOAL := build
@@ -37,7 +37,7 @@ demo: build $(STAMPS)/demo
 	$(PYTHON) examples/text_classifier.py
 
 bench: build $(STAMPS)/demo
-	$(PYTHON) benchmarks/run.py
+	$(PYTHON) benchmarks/bench.py
 
 test: test-cpp test-python test-package
 

@@ -15,7 +15,7 @@ import torch
 SOURCE = Path(__file__).resolve().with_name("peak.cpp")
 FLAGS = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-PROBE_ITERATIONS = 200_000  # 0.2 to 2 ms for one thread, so long enough that starting it does not count
+PROBE_ITERATIONS = 200_000  # one or two milliseconds
 
 
 class UnavailableError(Exception):

@@ -41,7 +41,7 @@ def _draw_peak(axes: Axes, rows: list[Row]) -> None:
             axes.barh(place - 0.2, theirs, 0.4, color=RIVAL, label="best SDPA" if place == 0 else None)
         for goal in row["goals"]:
             if goal["metric"] == "peak":
-                axes.plot([float(goal["text"].split()[1])] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
+                axes.plot([goal["target"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_xlabel("fraction of the measured peak (strokes: goals)")

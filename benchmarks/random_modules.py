@@ -55,7 +55,9 @@ class Configuration:
     add_zero_attn: bool
 
     def __str__(self) -> str:
-        flags = [name for name, value in asdict(self).items() if value is True]
+        flags = [name for name, value in asdict(self).items() if value is True and name != "average_attn_weights"]
+        if self.need_weights and not self.average_attn_weights:
+            flags.append("per head")
         if self.padding:
             flags.append(f"{self.padding} padding kept={self.kept}")
         if self.attn_mask:

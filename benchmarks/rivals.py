@@ -7,7 +7,6 @@ the rivals are shown at their best.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import fused_mha
@@ -183,17 +182,10 @@ def stock_without_weights(case: Case, inputs: Inputs) -> Call:
 # ---------------------------------------------------------------------------------------------------- other engines
 
 
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
 def flex(case: Case, inputs: Inputs) -> Call:
     if case.module or case.weights or case.has_backward or case.dropout:
         raise UnsupportedError("on a CPU: forward only, no dropout, no weights")
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     padding, mask = inputs.key_padding_mask, inputs.attn_mask
     bool_mask = mask if mask is not None and mask.dtype == torch.bool else None
@@ -216,7 +208,9 @@ def flex(case: Case, inputs: Inputs) -> Call:
         def score_mod(score: Tensor, n: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
             return score + added[h, row, column]
 
-    attention = _compiled_flex_attention()
+    # Forget the earlier cases: past a limit of variants torch would run uncompiled, and slowly.
+    torch.compiler.reset()
+    attention = torch.compile(flex_attention, dynamic=False)
     return _with_backward(
         case,
         lambda: attention(
@@ -279,7 +273,7 @@ def openvino(case: Case, inputs: Inputs) -> Call:
         raise UnsupportedError(f"{error.name} is not installed") from error
 
     tensors = (inputs.query, inputs.key, inputs.value)
-    parameters = [opset13.parameter(list(t.shape), dtype="float32") for t in tensors]
+    parameters = [opset13.parameter(list(t.shape), ov.Type.f32) for t in tensors]
     model = ov.Model([opset13.scaled_dot_product_attention(*parameters)], parameters)
     config = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
     request = ov.Core().compile_model(model, "CPU", config).create_infer_request()

@@ -48,9 +48,6 @@ Isa detect() {
     return best;
   }
   best = Isa::kAvx512;
-#if defined(FUSED_MHA_HAS_AVX512BF16)
-  if (__builtin_cpu_supports("avx512bf16")) best = Isa::kAvx512Bf16;
-#endif
 #endif
 #endif
   return best;

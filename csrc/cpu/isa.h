@@ -8,7 +8,7 @@
 
 namespace fused_mha::cpu {
 
-/// Ordered: each set includes those before it.
+/// Ordered: each set includes those before it. kAvx512Bf16 has no kernels yet; as a cap it allows everything.
 enum class Isa : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 /// "generic", "avx2", "avx512", "avx512bf16": the names that FUSED_MHA_MAX_ISA takes.

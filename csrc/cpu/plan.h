@@ -115,6 +115,5 @@ struct IsaKernels {
 const IsaKernels& kernels_generic();
 const IsaKernels& kernels_avx2();
 const IsaKernels& kernels_avx512();
-const IsaKernels& kernels_avx512bf16();
 
 }  // namespace fused_mha::cpu

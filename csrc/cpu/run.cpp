@@ -38,9 +38,6 @@ constexpr double kSerialWork = 1e6;
 
 const IsaKernels& active_kernels() {
   switch (active_isa()) {
-#if defined(FUSED_MHA_HAS_AVX512BF16)
-    case Isa::kAvx512Bf16: return kernels_avx512bf16();
-#endif
 #if defined(FUSED_MHA_HAS_AVX512)
     case Isa::kAvx512: return kernels_avx512();
 #endif
@@ -268,7 +265,6 @@ void reduce_key_bias(const BackwardPlan& plan) {
 }
 
 void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
-  const AttentionProblem& problem = *plan.call.problem;
   const std::array<std::int64_t, 4>& stored = plan.outputs.attn_mask_sizes;
   const std::int64_t row_step = stored[2] > 1 ? kMaskGradientRows : 1;
   const std::int64_t key_step = stored[3] > 1 ? kMaskGradientKeys : 1;
@@ -282,7 +278,7 @@ void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, con
       }
     }
   }
-  const std::size_t scratch = problem.masked_keys() == 0 ? 0 : kernels.mask_gradient_scratch(plan);
+  const std::size_t scratch = kernels.mask_gradient_scratch(plan);
   for_each_item(parallel, static_cast<std::int64_t>(items.size()), scratch, [&](std::int64_t i, std::byte* memory) {
     kernels.mask_gradient(plan, items[static_cast<std::size_t>(i)], memory);
   });
@@ -307,7 +303,6 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
 
 void attention_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,
                         const core::BackwardOutputs& outputs, const Parallel& parallel) {
-  if (problem.batch == 0 || problem.heads == 0) return;
   const Parallel schedule = schedule_for(problem, parallel);
   const MaskPlan masks(problem, schedule);
   const KernelTable& kernels = kernels_for(problem.query.dtype);

@@ -62,16 +62,18 @@ static void classify_tile(const CallConstants& call, const RowBlock& block, cons
   }
 }
 
-/// Bits of the keys that exist and that causality leaves for row l.
-FUSED_MHA_INLINE std::uint32_t structural_bits(const core::AttentionProblem& problem, const KeySpan& keys,
-                                               std::int64_t l) {
-  std::uint32_t bits = keys.count >= 32 ? 0xFFFFFFFFU : (1U << keys.count) - 1U;
-  if (!problem.is_causal || keys[keys.count - 1] <= l) return bits;
-  const std::int64_t masked = problem.masked_keys();
+/// Bits of the keys that exist.
+FUSED_MHA_INLINE std::uint32_t existing_bits(const KeySpan& keys) {
+  return keys.count >= kGroupKeys ? 0xFFFFFFFFU : (1U << keys.count) - 1U;
+}
+
+/// Bits of the keys that causality leaves for row l.
+FUSED_MHA_INLINE std::uint32_t causal_bits(const KeySpan& keys, std::int64_t masked, std::int64_t l) {
   if (keys.positions == nullptr && keys.first + keys.count <= masked) {
     const std::int64_t seen = l - keys.first + 1;
-    return seen <= 0 ? 0 : seen >= 32 ? bits : bits & ((1U << seen) - 1U);
+    return seen <= 0 ? 0U : seen >= kGroupKeys ? 0xFFFFFFFFU : (1U << seen) - 1U;
   }
+  std::uint32_t bits = 0xFFFFFFFFU;
   for (std::int64_t i = 0; i < keys.count; ++i) {
     if (keys[i] > l && keys[i] < masked) bits &= ~(1U << i);
   }
@@ -117,71 +119,149 @@ FUSED_MHA_INLINE bool lies_in_order(const core::View& mask, const KeySpan& keys,
          keys.first + kGroupKeys <= masked;
 }
 
-/// Calls body(vector index, vector) with the float mask's numbers for one row of a group.
-template <typename T, typename Body>
-FUSED_MHA_INLINE void for_mask_vectors(const core::View& mask, std::int64_t row_offset, const KeySpan& keys,
-                                       std::int64_t masked, const Body& body) {
-  constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
-  const auto from = [&]<typename Storage>(const Storage* row) {
-    for (int v = 0; v < kVectors; ++v) body(v, load_as<T, Storage>(row + v * kLanes<T>));
-  };
-  if (lies_in_order(mask, keys, masked)) {
-    const std::int64_t offset = row_offset + keys.first;
-    switch (mask.dtype) {
-      case DType::kFloat32: return from(static_cast<const float*>(mask.data) + offset);
-      case DType::kBFloat16: return from(static_cast<const BFloat16*>(mask.data) + offset);
-      case DType::kFloat16: return from(static_cast<const Float16*>(mask.data) + offset);
-      case DType::kFloat64:
-        if constexpr (std::is_same_v<T, double>) return from(static_cast<const double*>(mask.data) + offset);
-        break;
-      case DType::kBool: break;
-    }
+/// How attn_mask acts on one row of a group of keys: apply(row, values, visible) adds what is added and clears the bits
+/// of what is hidden. One type a way of lying in memory, so that the choice is made outside the loop over rows.
+struct NoAttnMask {
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t, Vec<T>, Vec<T> (&)[kVectors], std::uint32_t&) const {}
+};
+
+struct BoolInOrder {
+  const std::uint8_t* first;  // of row 0, key 0
+  std::int64_t row_stride;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T>, Vec<T> (&)[kVectors], std::uint32_t& visible) const {
+    visible &= ~nonzero_bits32(first + row * row_stride);
   }
-  T numbers[kGroupKeys];
-  gather_mask<T>(mask, row_offset, keys, masked, numbers);
-  from(static_cast<const T*>(numbers));
+};
+
+struct BoolGathered {
+  const core::View& mask;
+  std::int64_t first_row;  // offset of row 0
+  const KeySpan& keys;
+  std::int64_t masked;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T>, Vec<T> (&)[kVectors], std::uint32_t& visible) const {
+    visible &= ~gather_hidden_bits(mask, first_row + row * mask.strides[2], keys, masked);
+  }
+};
+
+template <typename T, int kVectors, typename Storage>
+FUSED_MHA_INLINE void add_numbers(const Storage* numbers, Vec<T> factor, Vec<T> (&values)[kVectors],
+                                  std::uint32_t& visible) {
+  for (int v = 0; v < kVectors; ++v) {
+    const Vec<T> added = load_as<T, Storage>(numbers + v * kLanes<T>);
+    visible &= ~(equal_bits<T>(added, broadcast<T>(kMinusInfinity<T>)) << (v * kLanes<T>));
+    values[v] = fma(added, factor, values[v]);
+  }
 }
 
-/// Masks one row of a group in place: adds what is added, puts -inf where hidden. Returns the visibility bits; the
-/// lanewise maximum is folded into `best`.
+template <typename Storage>
+struct FloatInOrder {
+  const Storage* first;
+  std::int64_t row_stride;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
+                              std::uint32_t& visible) const {
+    add_numbers<T, kVectors, Storage>(first + row * row_stride, factor, values, visible);
+  }
+};
+
+struct FloatGathered {
+  const core::View& mask;
+  std::int64_t first_row;
+  const KeySpan& keys;
+  std::int64_t masked;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
+                              std::uint32_t& visible) const {
+    T numbers[kGroupKeys];
+    gather_mask<T>(mask, first_row + row * mask.strides[2], keys, masked, numbers);
+    add_numbers<T, kVectors, T>(numbers, factor, values, visible);
+  }
+};
+
+/// A mixed group of one tile: scores, maxima and visibility bits of its rows.
 template <typename T>
-FUSED_MHA_INLINE std::uint32_t mask_row(const CallConstants& call, const RowBlock& block, std::int64_t row,
-                                        const KeySpan& keys, bool reads_attn_mask, const T* key_bias, T* scores,
-                                        T* best) {
+struct MixedGroup {
+  KeySpan keys;
+  const T* key_bias = nullptr;       // [kGroupKeys] or null
+  T* scores = nullptr;               // rows `ld` apart
+  std::int64_t ld = 0;
+  T* best = nullptr;                 // a vector a row
+  std::uint32_t* visible = nullptr;  // rows `visible_ld` apart
+  std::int64_t visible_ld = 0;
+};
+
+/// Masks a mixed group in place: adds what is added, puts -inf where hidden, folds each row's lanewise maximum into
+/// `best` and writes its visibility bits.
+template <typename T, typename AttnMask>
+static void mask_group(const CallConstants& call, const RowBlock& block, const MixedGroup<T>& group,
+                       const AttnMask& attn_mask) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
   const core::AttentionProblem& problem = *call.problem;
-  const std::int64_t l = block.row_begin + row;
+  const KeySpan& keys = group.keys;
+  const std::int64_t masked = problem.masked_keys();
+  const bool is_causal = problem.is_causal && keys[keys.count - 1] > block.row_begin;
+  const std::uint32_t existing = existing_bits(keys);
   const Vec<T> factor = broadcast<T>(static_cast<T>(call.bias_factor));
-  std::uint32_t visible = structural_bits(problem, keys, l);
-  Vec<T> values[kVectors];
-  for (int v = 0; v < kVectors; ++v) values[v] = load<T>(scores + v * kLanes<T>);
-  if (reads_attn_mask) {
-    const core::View& mask = problem.attn_mask;
-    const std::int64_t offset = mask.offset(block.n, block.h, l, 0);
-    const std::int64_t masked = problem.masked_keys();
-    if (mask.dtype == DType::kBool) {
-      visible &= ~(lies_in_order(mask, keys, masked)
-                       ? nonzero_bits32(static_cast<const std::uint8_t*>(mask.data) + offset + keys.first)
-                       : gather_hidden_bits(mask, offset, keys, masked));
-    } else {
-      const Vec<T> hidden = broadcast<T>(kMinusInfinity<T>);
-      for_mask_vectors<T>(mask, offset, keys, masked, [&](int v, Vec<T> numbers) {
-        visible &= ~(equal_bits<T>(numbers, hidden) << (v * kLanes<T>));
-        values[v] = fma(numbers, factor, values[v]);
-      });
+  const Vec<T> hidden = broadcast<T>(kMinusInfinity<T>);
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    std::uint32_t visible = existing;
+    if (is_causal) visible &= causal_bits(keys, masked, block.row_begin + row);
+    T* scores = group.scores + row * group.ld;
+    Vec<T> values[kVectors];
+    for (int v = 0; v < kVectors; ++v) values[v] = load<T>(scores + v * kLanes<T>);
+    attn_mask.template apply<T, kVectors>(row, factor, values, visible);
+    if (group.key_bias != nullptr) {
+      for (int v = 0; v < kVectors; ++v) values[v] = fma(load<T>(group.key_bias + v * kLanes<T>), factor, values[v]);
+    }
+    Vec<T> largest = load<T>(group.best + row * kLanes<T>);
+    for (int v = 0; v < kVectors; ++v) {
+      values[v] = select<T>(visible >> (v * kLanes<T>), values[v], hidden);
+      largest = max(largest, values[v]);
+      store<T>(scores + v * kLanes<T>, values[v]);
+    }
+    store<T>(group.best + row * kLanes<T>, largest);
+    group.visible[row * group.visible_ld] = visible;
+  }
+}
+
+/// mask_group with attn_mask read as it lies.
+template <typename T>
+static void mask_group_by_attn_mask(const CallConstants& call, const RowBlock& block, const MixedGroup<T>& group) {
+  const core::AttentionProblem& problem = *call.problem;
+  const core::View& mask = problem.attn_mask;
+  const std::int64_t masked = problem.masked_keys();
+  const std::int64_t first_row = mask.offset(block.n, block.h, block.row_begin, 0);
+  const std::int64_t row_stride = mask.strides[2];
+  const auto in_order = [&]<typename Storage>(const Storage* data) {
+    mask_group<T>(call, block, group, FloatInOrder<Storage>{data + first_row + group.keys.first, row_stride});
+  };
+  if (lies_in_order(mask, group.keys, masked)) {
+    switch (mask.dtype) {
+      case DType::kBool:
+        return mask_group<T>(call, block, group,
+                             BoolInOrder{static_cast<const std::uint8_t*>(mask.data) + first_row + group.keys.first,
+                                         row_stride});
+      case DType::kFloat32: return in_order(static_cast<const float*>(mask.data));
+      case DType::kBFloat16: return in_order(static_cast<const BFloat16*>(mask.data));
+      case DType::kFloat16: return in_order(static_cast<const Float16*>(mask.data));
+      case DType::kFloat64:
+        // Numbers beyond float's range are clamped one by one.
+        if constexpr (std::is_same_v<T, double>) return in_order(static_cast<const double*>(mask.data));
+        break;
     }
   }
-  if (key_bias != nullptr) {
-    for (int v = 0; v < kVectors; ++v) values[v] = fma(load<T>(key_bias + v * kLanes<T>), factor, values[v]);
+  if (mask.dtype == DType::kBool) {
+    mask_group<T>(call, block, group, BoolGathered{mask, first_row, group.keys, masked});
+  } else {
+    mask_group<T>(call, block, group, FloatGathered{mask, first_row, group.keys, masked});
   }
-  Vec<T> largest = load<T>(best);
-  for (int v = 0; v < kVectors; ++v) {
-    values[v] = select<T>(visible >> (v * kLanes<T>), values[v], broadcast<T>(kMinusInfinity<T>));
-    largest = max(largest, values[v]);
-    store<T>(scores + v * kLanes<T>, values[v]);
-  }
-  store<T>(best, largest);
-  return visible;
 }
 
 /// Masks all mixed groups of a tile. `scores` rows are kKeys apart, `key_bias` is null or one number a key, `best`
@@ -189,19 +269,22 @@ FUSED_MHA_INLINE std::uint32_t mask_row(const CallConstants& call, const RowBloc
 template <typename T, std::int64_t kKeys>
 static void mask_tile(const CallConstants& call, const RowBlock& block, const KeySpan& keys, const T* key_bias,
                       T* scores, T* best, TileMask<kKeys>& mask) {
-  for (std::int64_t group = 0; group < TileMask<kKeys>::kGroups; ++group) {
-    if (!mask.is_mixed(group)) {
+  for (std::int64_t index = 0; index < TileMask<kKeys>::kGroups; ++index) {
+    if (!mask.is_mixed(index)) {
       for (std::int64_t row = 0; row < block.rows; ++row) {
-        mask.visible[row][group] = mask.is_hidden(group) ? 0U : 0xFFFFFFFFU;
+        mask.visible[row][index] = mask.is_hidden(index) ? 0U : 0xFFFFFFFFU;
       }
       continue;
     }
-    const KeySpan part = group_of(keys, group);
-    const T* bias = key_bias == nullptr ? nullptr : key_bias + group * kGroupKeys;
-    for (std::int64_t row = 0; row < block.rows; ++row) {
-      mask.visible[row][group] =
-          mask_row<T>(call, block, row, part, mask.reads_attn_mask[group], bias,
-                      scores + row * kKeys + group * kGroupKeys, best + row * kLanes<T>);
+    const std::int64_t first = index * kGroupKeys;
+    const MixedGroup<T> group{group_of(keys, index), key_bias == nullptr ? nullptr : key_bias + first,
+                              scores + first,        kKeys,
+                              best,                  &mask.visible[0][index],
+                              TileMask<kKeys>::kGroups};
+    if (mask.reads_attn_mask[index]) {
+      mask_group_by_attn_mask<T>(call, block, group);
+    } else {
+      mask_group<T>(call, block, group, NoAttnMask{});
     }
   }
 }

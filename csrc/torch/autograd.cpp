@@ -128,7 +128,7 @@ struct AttentionBackward : public TraceableFunction {
 /// Makes `result` dual: `with_tangent` is the same value, computed in operations that carried tangents along.
 void set_tangent(const at::Tensor& result, const at::Tensor& with_tangent) {
   if (!with_tangent.defined()) return;
-  const auto tangent = with_tangent._fw_grad(/*level=*/0);
+  const at::Tensor& tangent = with_tangent._fw_grad(/*level=*/0);
   if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 

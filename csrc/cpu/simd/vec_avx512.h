@@ -78,7 +78,7 @@ FUSED_MHA_INLINE T reduce_max(Vec<T> value) {
 FUSED_MHA_INLINE VecFloat exp2(VecFloat x) {
   const VecFloat r = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
   VecFloat p = broadcast<float>(kExp2Float[0]);
-  for (int i = 1; i < 6; ++i) p = fma(p, r, broadcast<float>(kExp2Float[i]));
+  for (int i = 1; i < 7; ++i) p = fma(p, r, broadcast<float>(kExp2Float[i]));
   return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
 }
 
