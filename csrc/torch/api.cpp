@@ -52,8 +52,9 @@ std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArgume
   auto& padding = arguments.key_padding_mask;
   if (has_tensor(padding) && rank == 2 && padding->dim() == 1) padding = padding->unsqueeze(0);
   auto& mask = arguments.attn_mask;
+  const auto given_mask = mask;
   if (has_tensor(mask)) mask = mask_to_four_dimensions(op, *mask, rank);
-  check_shapes(op, arguments, rank);
+  check_shapes(op, arguments, rank, given_mask);
   arguments.rng_state = draw_rng_state(arguments.dropout_p, arguments.query.device());
   const auto [output, weights, row_max, row_sum] = call_forward(arguments);
   const bool has_sample_dim = rank > 2 || arguments.weights_mode == 0;

@@ -140,13 +140,14 @@ void check_key_padding_mask(const char* op, const AttentionArguments& a, std::in
       is_transposed ? ". Hint: the mask looks transposed; it is (N, S) whatever the order of the other inputs" : "");
 }
 
-void check_attn_mask(const char* op, const AttentionArguments& a, std::int64_t rank) {
+void check_attn_mask(const char* op, const AttentionArguments& a, std::int64_t rank,
+                     const OptionalTensor& as_given_by_caller) {
   if (!has_tensor(a.attn_mask)) return;
   const std::vector<c10::SymInt> sizes{a.batch(), a.heads(), a.query_length(), a.masked_keys()};
   constexpr std::array<const char*, 3> kLetters{"(N, H, L, S)", "(N, L, S)", "(L, S)"};
   TORCH_CHECK(broadcasts_to(a.attn_mask->sym_sizes(), sizes), at_argument(op, "attn_mask"), "must broadcast to ",
               kLetters[static_cast<std::size_t>(4 - rank)], " = ", shape_text(as_given(sizes, rank)), ", got ",
-              shape_text(as_given(a.attn_mask->sym_sizes(), rank)));
+              shape_text(has_tensor(as_given_by_caller) ? as_given_by_caller->sym_sizes() : a.attn_mask->sym_sizes()));
 }
 
 void check_heads(const char* op, const AttentionArguments& a) {
@@ -261,7 +262,8 @@ void check_given(const char* op, const AttentionArguments& a) {
   if (!autocast_may_convert(a.query.device().type())) check_same_dtype(op, a);
 }
 
-void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank) {
+void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank,
+                  const OptionalTensor& given_attn_mask) {
   check_sizes(op,
               {"key",
                {"(N, Hkv, S, D)", "(N, S, D)", "(S, D)"},
@@ -278,7 +280,7 @@ void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank
   TORCH_CHECK(!sizes_known_equal(a.value.sym_size(3), 0), at_argument(op, "value"), "must have Dv >= 1, got shape ",
               shape_text(as_given(a.value.sym_sizes(), rank)));
   check_key_padding_mask(op, a, rank);
-  check_attn_mask(op, a, rank);
+  check_attn_mask(op, a, rank, given_attn_mask);
 }
 
 void check_forward(const char* op, const AttentionArguments& a) {

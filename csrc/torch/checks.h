@@ -22,7 +22,8 @@ void check_dropout_mask(const char* op, const at::Tensor& rng_state, c10::SymInt
 
 /// Sizes of an attention call. Arguments are four-dimensional here; `rank` is what the caller's query had, so that
 /// messages show sizes as the caller wrote them.
-void check_shapes(const char* op, const AttentionArguments& arguments, std::int64_t rank);
+void check_shapes(const char* op, const AttentionArguments& arguments, std::int64_t rank,
+                  const OptionalTensor& given_attn_mask = std::nullopt);
 
 /// Everything about the arguments of _attention_forward: ranks, sizes, dtypes, layouts, devices, numbers.
 void check_forward(const char* op, const AttentionArguments& arguments);

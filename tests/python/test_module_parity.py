@@ -247,7 +247,8 @@ def test_outputs_weights_and_gradients(c: Configuration) -> None:
         judged = collect(judge, judge_weights, [*exact.parameters(), *exact_call.inputs()], c.seed)
         for name, formula, theirs in zip(names, wanted, judged, strict=True):
             torch.testing.assert_close(formula, theirs, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-    scale = max(float(g.abs().max()) for g in wanted if g.numel()) / 4
+    # As in test_gradients: a gradient may be a sum that cancels.
+    scale = max(float(g.abs().max()) for g in wanted if g.numel())
     for name, ours_grad, exact_grad, own_grad in zip(names, found, wanted, yardstick, strict=True):
         assert_close_as_torch(
             ours_grad, exact_grad, own_grad, what=f"gradient of {name}", gradient=True, scale=scale, dtype=c.dtype
