@@ -45,8 +45,8 @@ FUSED_MHA_INLINE PhiloxCounter dropout_counter(std::int64_t n, std::int64_t h, s
 }
 
 /// One element's decision, computed alone.
-FUSED_MHA_INLINE bool dropout_keeps(PhiloxKey key, std::uint32_t threshold, std::int64_t n, std::int64_t h, std::int64_t l,
-                          std::int64_t s) {
+FUSED_MHA_INLINE bool dropout_keeps(PhiloxKey key, std::uint32_t threshold, std::int64_t n, std::int64_t h,
+                                    std::int64_t l, std::int64_t s) {
   const PhiloxCounter words = philox<kDropoutRounds>(key, dropout_counter(n, h, l, s));
   const auto number = static_cast<int>(s % kDropoutGroup / kDropoutLanes);
   const std::uint32_t word = words[static_cast<std::size_t>(number / 2)];

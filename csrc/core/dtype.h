@@ -15,11 +15,15 @@ enum class DType : std::uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool
 
 FUSED_MHA_INLINE constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return 8;
-    case DType::kFloat32: return 4;
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
     case DType::kBFloat16:
-    case DType::kFloat16: return 2;
-    case DType::kBool: return 1;
+    case DType::kFloat16:
+      return 2;
+    case DType::kBool:
+      return 1;
   }
   return 0;
 }

@@ -35,10 +35,14 @@ FUSED_MHA_INLINE double mask_element(const View& mask, std::int64_t offset) {
   switch (mask.dtype) {
     case DType::kBool:
       return static_cast<const std::uint8_t*>(mask.data)[offset] != 0 ? -std::numeric_limits<double>::infinity() : 0.0;
-    case DType::kFloat64: return static_cast<const double*>(mask.data)[offset];
-    case DType::kFloat32: return static_cast<const float*>(mask.data)[offset];
-    case DType::kBFloat16: return to_float(static_cast<const BFloat16*>(mask.data)[offset]);
-    case DType::kFloat16: return to_float(static_cast<const Float16*>(mask.data)[offset]);
+    case DType::kFloat64:
+      return static_cast<const double*>(mask.data)[offset];
+    case DType::kFloat32:
+      return static_cast<const float*>(mask.data)[offset];
+    case DType::kBFloat16:
+      return to_float(static_cast<const BFloat16*>(mask.data)[offset]);
+    case DType::kFloat16:
+      return to_float(static_cast<const Float16*>(mask.data)[offset]);
   }
   return 0.0;
 }
@@ -48,7 +52,7 @@ FUSED_MHA_INLINE double mask_element(const View& mask, std::int64_t offset) {
 double mask_sum(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t s);
 
 FUSED_MHA_INLINE bool is_visible(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l,
-                                  std::int64_t s) {
+                                 std::int64_t s) {
   return mask_sum(problem, n, h, l, s) != -std::numeric_limits<double>::infinity();
 }
 
@@ -113,10 +117,9 @@ class MaskPlan {
   FUSED_MHA_INLINE TileClass attn_class(std::int64_t n, std::int64_t h, std::int64_t row_begin, std::int64_t lowest,
                                         std::int64_t highest) const {
     const std::int64_t row_tile = mask_rows_ == 1 ? 0 : row_begin / kMaskTileRows;
-    const TileClass* row = attn_classes_ + (((mask_batch_ == 1 ? 0 : n) * mask_heads_ + (mask_heads_ == 1 ? 0 : h)) *
-                                                row_tiles_ +
-                                            row_tile) *
-                                               key_tiles_;
+    const TileClass* row =
+        attn_classes_ +
+        (((mask_batch_ == 1 ? 0 : n) * mask_heads_ + (mask_heads_ == 1 ? 0 : h)) * row_tiles_ + row_tile) * key_tiles_;
     TileClass result = row[lowest / kMaskTileKeys];
     for (std::int64_t tile = lowest / kMaskTileKeys + 1; tile <= highest / kMaskTileKeys; ++tile) {
       if (row[tile] != result) return TileClass::kMixed;

@@ -11,8 +11,8 @@
 namespace fused_mha::core {
 namespace {
 
-std::size_t index4(std::int64_t i0, std::int64_t i1, std::int64_t i2, std::int64_t i3, std::int64_t n1,
-                   std::int64_t n2, std::int64_t n3) {
+std::size_t index4(std::int64_t i0, std::int64_t i1, std::int64_t i2, std::int64_t i3, std::int64_t n1, std::int64_t n2,
+                   std::int64_t n3) {
   return static_cast<std::size_t>(((i0 * n1 + i1) * n2 + i2) * n3 + i3);
 }
 
@@ -30,8 +30,7 @@ void for_each_row(const AttentionProblem& problem, const Body& body) {
 }
 
 /// Softmax over the visible keys of one row.
-std::vector<double> row_probabilities(const AttentionProblem& problem, std::int64_t n, std::int64_t h,
-                                      std::int64_t l) {
+std::vector<double> row_probabilities(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l) {
   constexpr double kHidden = -std::numeric_limits<double>::infinity();
   const std::int64_t kv_head = h / problem.heads_per_kv_head();
   std::vector<double> scores(static_cast<std::size_t>(problem.key_length), 0.0);
@@ -61,11 +60,9 @@ std::vector<double> row_probabilities(const AttentionProblem& problem, std::int6
 }
 
 /// keep / (1 - p) of one element.
-double dropout_factor(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l,
-                      std::int64_t s) {
+double dropout_factor(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t s) {
   if (problem.dropout_p == 0.0) return 1.0;
-  const bool keeps =
-      dropout_keeps(dropout_key(problem.rng), dropout_threshold(problem.dropout_p), n, h, l, s);
+  const bool keeps = dropout_keeps(dropout_key(problem.rng), dropout_threshold(problem.dropout_p), n, h, l, s);
   return keeps ? dropout_scale(problem.dropout_p) : 0.0;
 }
 
@@ -93,8 +90,8 @@ ReferenceForward reference_forward(const AttentionProblem& problem) {
   return result;
 }
 
-ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output,
-                                     const View& grad_weights, WeightsMode weights_mode) {
+ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output, const View& grad_weights,
+                                     WeightsMode weights_mode) {
   const ReferenceForward forward = reference_forward(problem);
   const bool averaged = weights_mode == WeightsMode::kAveraged;
   const double share = averaged ? 1.0 / static_cast<double>(problem.heads) : 1.0;

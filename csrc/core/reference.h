@@ -29,7 +29,7 @@ struct ReferenceBackward {
 };
 
 /// `grad_output` and `grad_weights` as in BackwardInputs; null data means zero.
-ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output,
-                                     const View& grad_weights, WeightsMode weights_mode);
+ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output, const View& grad_weights,
+                                     WeightsMode weights_mode);
 
 }  // namespace fused_mha::core

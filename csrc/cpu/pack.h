@@ -63,7 +63,7 @@ FUSED_MHA_INLINE T element_as(const Storage& element) {
 /// Up to kLanes<T> elements, zeros behind them.
 template <typename T, typename Storage>
 FUSED_MHA_INLINE Vec<T> load_some(const Storage* from, std::int64_t stride, std::int64_t count) {
-  if (stride == 1 && count >= kLanes<T>) return load_as<T, Storage>(from);
+  if (stride == 1) return count >= kLanes<T> ? load_as<T, Storage>(from) : load_part<T, Storage>(from, count);
   T lanes[kLanes<T>] = {};
   for (std::int64_t i = 0; i < count && i < kLanes<T>; ++i) lanes[i] = element_as<T>(from[i * stride]);
   return load<T>(lanes);
@@ -80,10 +80,10 @@ static void pack_transposed_from(const Storage* base, const Matrix& from, const 
     for (std::int64_t column = 0; column < columns; column += kStep) {
       Vec<T> square[kStep];
       for (std::int64_t i = 0; i < kStep; ++i) {
-        square[i] = row + i < rows.count ? load_some<T>(base + rows[row + i] * from.row_stride +
-                                                            column * from.column_stride,
-                                                        from.column_stride, columns - column)
-                                         : Vec<T>{};
+        square[i] = row + i < rows.count
+                        ? load_some<T>(base + rows[row + i] * from.row_stride + column * from.column_stride,
+                                       from.column_stride, columns - column)
+                        : Vec<T>{};
       }
       transpose<T>(square);
       const std::int64_t count = columns - column < kStep ? columns - column : kStep;
@@ -104,9 +104,8 @@ static void pack_transposed_from(const Storage* base, const Matrix& from, const 
 
 template <typename T, std::int64_t kWidth>
 static void pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
-  with_storage<T>(from.data, from.dtype, [&](const auto* base) {
-    pack_transposed_from<T, kWidth>(base, from, rows, columns, factor, out);
-  });
+  with_storage<T>(from.data, from.dtype,
+                  [&](const auto* base) { pack_transposed_from<T, kWidth>(base, from, rows, columns, factor, out); });
 }
 
 /// out[row][padded] = factor * rows, zeros behind the last column, and zero rows up to `padded_rows`. Returns whether
@@ -121,8 +120,7 @@ static bool pack_rows(const Matrix& from, const KeySpan& rows, std::int64_t colu
       const auto* source = base + rows[row] * from.row_stride;
       T* target = out + row * padded;
       for (std::int64_t column = 0; column < padded; column += kLanes<T>) {
-        const Vec<T> value =
-            load_some<T>(source + column * from.column_stride, from.column_stride, columns - column);
+        const Vec<T> value = load_some<T>(source + column * from.column_stride, from.column_stride, columns - column);
         probe = fma(value, Vec<T>{}, probe);
         store<T>(target + column, value * scale);
       }
@@ -145,14 +143,16 @@ static void store_row(const T* from, std::int64_t columns, T factor, const core:
       for (; column + kLanes<T> <= columns; column += kLanes<T>) {
         store_as<T, Storage>(target + column, load<T>(from + column) * factor);
       }
+      if (column < columns) {
+        store_part<T, Storage>(target + column, load_part<T, T>(from + column, columns - column) * factor,
+                               columns - column);
+      }
+      return;
     }
-    if (column == columns) return;
     Storage rounded[kLanes<T>];
     for (; column < columns; column += kLanes<T>) {
-      T lanes[kLanes<T>] = {};
       const std::int64_t count = columns - column < kLanes<T> ? columns - column : kLanes<T>;
-      for (std::int64_t i = 0; i < count; ++i) lanes[i] = from[column + i];
-      store_as<T, Storage>(rounded, load<T>(lanes) * factor);
+      store_as<T, Storage>(rounded, load_some<T, T>(from + column, 1, count) * factor);
       for (std::int64_t i = 0; i < count; ++i) target[(column + i) * stride] = rounded[i];
     }
   });

@@ -69,8 +69,8 @@ struct BackwardPlan {
   CallConstants call;
   core::BackwardInputs inputs;
   core::BackwardOutputs outputs;
-  std::int64_t key_splits = 1;     // parts that a head's keys are split into; a function of the shapes only
-  void* query_partials = nullptr;  // (N, Hkv, key_splits, rows, padded D) sums, null where key_splits is 1
+  std::int64_t key_splits = 1;        // parts that a head's keys are split into; a function of the shapes only
+  void* query_partials = nullptr;     // (N, Hkv, key_splits, rows, padded D) sums, null where key_splits is 1
   void* key_bias_partials = nullptr;  // (N, Hkv, S) column sums of the score gradients; null if nobody asks
   void* row_deltas = nullptr;         // (N, H, L) sum over s of weight * its gradient, in the accumulation type
 };

@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 #include <numbers>
+#include <utility>
 #include <vector>
 
 #include "cpu/plan.h"
@@ -23,9 +24,9 @@ using core::DType;
 using core::MaskPlan;
 using core::Parallel;
 
-/// Row blocks whose state an item keeps at once: 16 x 48 rows make the packing of keys cheap (about 1 % of the
-/// products at D = 64) and still fit the L2 cache.
-constexpr std::int64_t kMaxBlocksPerItem = 16;
+/// Row blocks whose state an item keeps at once: 24 x 48 rows make the packing of keys cheap (about 1 % of the
+/// products at D = 64) and still fit the L2 cache (benchmark row "forward float32 L=1024").
+constexpr std::int64_t kMaxBlocksPerItem = 24;
 /// Bytes of weights that an item may hold back when weights are returned: a good part of the L2 cache.
 constexpr std::int64_t kWeightsPanelBytes = 1 << 20;
 /// Parts that the backward pass's work is split into at least, where the keys are long enough. A constant: the split
@@ -33,18 +34,23 @@ constexpr std::int64_t kWeightsPanelBytes = 1 << 20;
 constexpr std::int64_t kBackwardParts = 16;
 /// Fewest key steps worth a split of their own.
 constexpr std::int64_t kMinStepsPerSplit = 4;
+/// Scratch that a thread keeps from one call to the next.
+constexpr std::size_t kKeptScratchBytes = std::size_t{8} << 20;
 /// Multiply-adds below which waking another thread costs more than it saves.
 constexpr double kSerialWork = 1e6;
 
 const IsaKernels& active_kernels() {
   switch (active_isa()) {
 #if defined(FUSED_MHA_HAS_AVX512)
-    case Isa::kAvx512: return kernels_avx512();
+    case Isa::kAvx512:
+      return kernels_avx512();
 #endif
 #if defined(FUSED_MHA_HAS_AVX2)
-    case Isa::kAvx2: return kernels_avx2();
+    case Isa::kAvx2:
+      return kernels_avx2();
 #endif
-    default: return kernels_generic();
+    default:
+      return kernels_generic();
   }
 }
 
@@ -65,7 +71,8 @@ using Buffer = std::unique_ptr<std::byte, FreeDeleter>;
 Buffer allocate(std::size_t bytes) {
   constexpr std::size_t kAlignment = 64;
   if (bytes == 0) return nullptr;
-  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
+  auto* memory =
+      static_cast<std::byte*>(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
   if (memory == nullptr) throw std::bad_alloc();
   return Buffer(memory);
 }
@@ -76,18 +83,54 @@ Buffer allocate_zeroed(std::size_t bytes) {
   return buffer;
 }
 
-/// Calls body(index, scratch) for all indices below `count`, in order of `order` where it is not empty.
+/// An item's scratch. Up to kKeptScratchBytes stay with the thread for the next call: fresh memory costs a page fault
+/// every 4 KiB, several percent of a call.
+class Scratch {
+ public:
+  explicit Scratch(std::size_t bytes) : bytes_(bytes) {
+    if (bytes_ <= kKeptScratchBytes) {
+      Kept& kept = kept_by_thread();
+      if (kept.bytes >= bytes_) {
+        memory_ = std::move(kept.memory);
+        bytes_ = std::exchange(kept.bytes, 0);
+      }
+    }
+    if (memory_ == nullptr) memory_ = allocate(bytes_);
+  }
+  ~Scratch() {
+    Kept& kept = kept_by_thread();
+    if (bytes_ <= kKeptScratchBytes && bytes_ > kept.bytes) kept = {std::move(memory_), bytes_};
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  std::byte* get() const { return memory_.get(); }
+
+ private:
+  struct Kept {
+    Buffer memory;
+    std::size_t bytes = 0;
+  };
+  static Kept& kept_by_thread() {
+    thread_local Kept kept;
+    return kept;
+  }
+
+  Buffer memory_;
+  std::size_t bytes_;
+};
+
+/// Calls body(index, scratch) for all indices below `count`.
 template <typename Body>
 void for_each_item(const Parallel& parallel, std::int64_t count, std::size_t scratch_bytes, const Body& body) {
   if (count == 0) return;
   std::atomic<std::int64_t> next{0};
   const auto workers = static_cast<int>(std::clamp<std::int64_t>(count, 1, std::max(parallel.threads, 1)));
   const auto work = [&](int) {
-    Buffer scratch;
-    for (std::int64_t index = next++; index < count; index = next++) {
-      if (scratch == nullptr) scratch = allocate(scratch_bytes);
-      body(index, scratch.get());
-    }
+    std::int64_t index = next++;
+    if (index >= count) return;
+    const Scratch scratch(scratch_bytes);
+    for (; index < count; index = next++) body(index, scratch.get());
   };
   if (workers == 1) {
     work(0);
@@ -164,8 +207,8 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
   const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
   std::int64_t most = std::min(blocks, kMaxBlocksPerItem);
   if (with_weights) {
-    const std::int64_t row_bytes = 2 * (problem.key_length + kForwardKeys) *
-                                   static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
+    const std::int64_t row_bytes =
+        2 * (problem.key_length + kForwardKeys) * static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
     most = std::clamp<std::int64_t>(kWeightsPanelBytes / (row_bytes * kBlockRows), 1, most);
   }
   // At least two items a thread where there is that much work; even items rather than a short last one.
@@ -201,7 +244,8 @@ std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
     for (std::int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
       for (std::int64_t split = 0; split < plan.key_splits; ++split) {
         // Under causality the first keys are seen by the most rows.
-        const double share = problem.is_causal ? 2.0 - static_cast<double>(split) / static_cast<double>(plan.key_splits) : 1.0;
+        const double share =
+            problem.is_causal ? 2.0 - static_cast<double>(split) / static_cast<double>(plan.key_splits) : 1.0;
         items.push_back({{n, kv_head, split}, static_cast<double>(plan.call.masks->kept_keys(n).count) * share});
       }
     }
@@ -235,15 +279,20 @@ void run_query_reduction(const BackwardPlan& plan, const KernelTable& kernels, c
 
 void store_number(const core::MutableView& to, std::int64_t offset, double value) {
   switch (to.dtype) {
-    case DType::kFloat64: static_cast<double*>(to.data)[offset] = value; break;
-    case DType::kFloat32: static_cast<float*>(to.data)[offset] = static_cast<float>(value); break;
+    case DType::kFloat64:
+      static_cast<double*>(to.data)[offset] = value;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(to.data)[offset] = static_cast<float>(value);
+      break;
     case DType::kBFloat16:
       static_cast<core::BFloat16*>(to.data)[offset] = core::to_bfloat16(static_cast<float>(value));
       break;
     case DType::kFloat16:
       static_cast<core::Float16*>(to.data)[offset] = core::to_float16(static_cast<float>(value));
       break;
-    case DType::kBool: break;
+    case DType::kBool:
+      break;
   }
 }
 
@@ -286,8 +335,7 @@ void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, con
 
 }  // namespace
 
-void attention_forward(const AttentionProblem& problem, const core::ForwardOutputs& outputs,
-                       const Parallel& parallel) {
+void attention_forward(const AttentionProblem& problem, const core::ForwardOutputs& outputs, const Parallel& parallel) {
   if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
   const Parallel schedule = schedule_for(problem, parallel);
   const MaskPlan masks(problem, schedule);

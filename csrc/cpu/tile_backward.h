@@ -121,8 +121,7 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& siz
   rows.block = block;
   for (DropoutGroup& group : rows.dropout) group.group = -1;
   pack_row_groups<T>(query, span, problem.head_dim, static_cast<T>(plan.call.query_factor), rows.queries);
-  rows.not_finite =
-      pack_rows<T>(query, span, problem.head_dim, sizes.padded_d, kBlockRows, T{1}, rows.query_rows);
+  rows.not_finite = pack_rows<T>(query, span, problem.head_dim, sizes.padded_d, kBlockRows, T{1}, rows.query_rows);
   if (plan.inputs.grad_output) {
     const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
     pack_row_groups<T>(grad, span, problem.value_dim, T{1}, rows.grads);
@@ -177,6 +176,7 @@ static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, 
                             GradTile<T>& tile) {
   const std::int64_t depth = call.problem->head_dim;
   const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
+  if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
     score_group<T, false, kBackwardKeys>(rows.queries, row_groups, keys.keys_transposed + group * kGroupKeys * depth,
@@ -228,8 +228,7 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
 
 /// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
 template <typename T>
-static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys,
-                          GradTile<T>& tile) {
+static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys, GradTile<T>& tile) {
   const CallConstants& call = plan.call;
   const std::int64_t value_depth = call.problem->value_dim;
   const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
@@ -251,8 +250,8 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
   for (std::int64_t row = 0; row < rows.block.rows; ++row) {
     std::uint32_t keep[TileMask<kBackwardKeys>::kGroups];
     if (call.has_dropout) {
-      dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys,
-                        rows.dropout[row], keep);
+      dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys, rows.dropout[row],
+                        keep);
     }
     gradient_row<T>(plan, rows, row, keys, call.has_dropout ? keep : nullptr, tile);
   }
@@ -269,8 +268,7 @@ static KeyHull visible_hull(const TileMask<kBackwardKeys>& mask) {
   while (mask.is_hidden(first)) ++first;
   std::int64_t last = TileMask<kBackwardKeys>::kGroups - 1;
   while (mask.is_hidden(last)) --last;
-  return {first * kGroupKeys / kRankRowQuantum * kRankRowQuantum,
-          round_up((last + 1) * kGroupKeys, kRankRowQuantum)};
+  return {first * kGroupKeys / kRankRowQuantum * kRankRowQuantum, round_up((last + 1) * kGroupKeys, kRankRowQuantum)};
 }
 
 /// The three rank updates where an operand is not finite: only visible pairs may meet.
@@ -314,8 +312,8 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
   } else {
     const KeyHull hull = visible_hull(*tile.mask);
     const std::int64_t count = hull.end - hull.begin;
-    rank_update<T, 1, kBackwardKeys>(tile.weights + hull.begin, count, rows.grad_rows, sizes.padded_dv,
-                                     rows.block.rows, keys.value_grad + hull.begin * sizes.padded_dv, true);
+    rank_update<T, 1, kBackwardKeys>(tile.weights + hull.begin, count, rows.grad_rows, sizes.padded_dv, rows.block.rows,
+                                     keys.value_grad + hull.begin * sizes.padded_dv, true);
     rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
                                      rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
     rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
@@ -431,8 +429,7 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
   for (std::int64_t i = 0; i < kBackwardKeys; ++i) keys.bias_grad[i] = T{0};
   for (std::int64_t i = 0; i < scratch.blocks; ++i) {
     GradRows<T>& rows = scratch.rows[i];
-    const RowBlock block =
-        row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head);
+    const RowBlock block = row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head);
     classify_tile<kBackwardKeys>(call, block, keys.keys, *scratch.tile.mask);
     if (!scratch.tile.mask->any_visible) continue;
     if (!rows.packed) pack_grad_rows<T>(plan, sizes, block, rows);
@@ -470,9 +467,9 @@ static void backward_item(const BackwardPlan& plan, const BackwardItem& item, st
       for (std::int64_t k = 0; k < kBlockRows * sizes.padded_d; ++k) rows.query_grad[k] = T{0};
     }
     if (plan.key_splits == 1 && plan.outputs.grad_query) {
-      store_query_grads<T>(
-          plan, sizes, row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head),
-          rows.query_grad);
+      store_query_grads<T>(plan, sizes,
+                           row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head),
+                           rows.query_grad);
     }
   }
 }

@@ -153,9 +153,8 @@ static void pack_key_tile(const CallConstants& call, std::int64_t n, std::int64_
                           KeyTile<T, kKeys>& tile) {
   const core::AttentionProblem& problem = *call.problem;
   pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
-  tile.values_not_finite =
-      pack_rows<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
-                   round_up(tile.keys.count, kGroupKeys), T{1}, tile.values);
+  tile.values_not_finite = pack_rows<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
+                                        round_up(tile.keys.count, kGroupKeys), T{1}, tile.values);
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kKeys, tile.key_bias);
 }
 
@@ -165,38 +164,67 @@ FUSED_MHA_INLINE T exp2_difference(T a, T b, T unit) {
   return exp2(broadcast<T>((a - b) * unit))[0];
 }
 
-/// Turns one row of scores into P in place and brings the row's maximum, sum and output up to date.
-template <typename T, bool kUnitIsOne>
-FUSED_MHA_INLINE void softmax_row(RowState<T>& state, std::int64_t row, std::int64_t padded_dv, T unit,
-                               const TileMask<kForwardKeys>& mask, T* scores, T best, const std::uint32_t* keep) {
-  constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
-  const T previous = state.row_max[row];
-  const T largest = best > previous ? best : previous;
-  const T reference = largest == kMinusInfinity<T> ? T{0} : largest;  // a row that sees nothing yet: exp2(-inf) = 0
-  T* sums = state.sums + row * kLanes<T>;
-  if (largest > previous) {
-    state.row_max[row] = largest;
-    if (state.started) {
-      const Vec<T> shrink = broadcast<T>(exp2_difference<T>(previous, reference, unit));
+/// Takes a tile's lanewise maxima into the rows' maxima, as many rows at a time as a vector has lanes, and shrinks sums
+/// and outputs of the rows whose maximum grew. references[row]: what P is taken against, 0 for a row that has seen
+/// nothing yet, so that exp2(-inf) makes its P 0.
+template <typename T>
+static void update_maxima(RowState<T>& state, std::int64_t padded_dv, T unit, const T* best, T* references) {
+  for (std::int64_t first = 0; first < state.block.rows; first += kLanes<T>) {
+    Vec<T> lanes[kLanes<T>];
+    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = load<T>(best + (first + i) * kLanes<T>);
+    transpose<T>(lanes);
+    for (int width = kLanes<T> / 2; width > 0; width /= 2) {
+      for (int i = 0; i < width; ++i) lanes[i] = max(lanes[i], lanes[i + width]);
+    }
+    const Vec<T> previous = load<T>(state.row_max + first);
+    const Vec<T> largest = max(lanes[0], previous);  // in this order a NaN score leaves the maximum alone
+    const Vec<T> nothing = broadcast<T>(kMinusInfinity<T>);
+    const Vec<T> reference = select<T>(equal_bits<T>(largest, nothing), Vec<T>{}, largest);
+    store<T>(state.row_max + first, largest);
+    store<T>(references + first, reference);
+    std::uint32_t grown = ~equal_bits<T>(largest, previous) & ((1U << kLanes<T>)-1U);
+    if (!state.started || grown == 0) continue;
+    T shrinks[kLanes<T>];
+    store<T>(shrinks, exp2((previous - reference) * broadcast<T>(unit)));
+    for (; grown != 0; grown &= grown - 1U) {
+      const int lane = std::countr_zero(grown);
+      const Vec<T> shrink = broadcast<T>(shrinks[lane]);
+      T* sums = state.sums + (first + lane) * kLanes<T>;
       store<T>(sums, load<T>(sums) * shrink);
-      T* output = state.output + row * padded_dv;
+      T* output = state.output + (first + lane) * padded_dv;
       for (std::int64_t i = 0; i < padded_dv; i += kLanes<T>) store<T>(output + i, load<T>(output + i) * shrink);
     }
   }
+}
+
+/// Turns one row of scores into P in place and adds it to the row's sum; `keep` drops elements of P from the output,
+/// not from the sum. Unless it is null, `copy` gets P too, with zeros for hidden groups.
+template <typename T, bool kUnitIsOne>
+FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>& mask, T* scores, T reference,
+                                  const std::uint32_t* keep, T* copy) {
+  constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
   const Vec<T> offset = broadcast<T>(reference);
   Vec<T> sum = load<T>(sums);
   for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
-    if (mask.is_hidden(group)) continue;
+    if (mask.is_hidden(group)) {
+      if (copy != nullptr) {
+        for (int v = 0; v < kVectors; ++v) store<T>(copy + group * kGroupKeys + v * kLanes<T>, Vec<T>{});
+      }
+      continue;
+    }
     T* part = scores + group * kGroupKeys;
+    Vec<T> group_sum{};
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       Vec<T> difference = load<T>(part + v * kLanes<T>) - offset;
       if constexpr (!kUnitIsOne) difference = difference * broadcast<T>(unit);
       const Vec<T> p = exp2(difference);
-      sum = sum + p;
-      store<T>(part + v * kLanes<T>,
-               keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{}));
+      group_sum = v == 0 ? p : group_sum + p;
+      const Vec<T> kept = keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{});
+      store<T>(part + v * kLanes<T>, kept);
+      if (copy != nullptr) store<T>(copy + group * kGroupKeys + v * kLanes<T>, kept);
     }
+    sum = sum + group_sum;
   }
   store<T>(sums, sum);
 }
@@ -243,18 +271,6 @@ static void accumulate_output(const KeyTile<T, kForwardKeys>& keys, const TileMa
   }
 }
 
-template <typename T>
-static void save_weights(const WeightsPanel<T>& panel, std::int64_t block_index, std::int64_t row, std::int64_t step,
-                         std::int64_t first_key, std::int64_t key_count, const TileMask<kForwardKeys>& mask,
-                         const T* weights, T row_max) {
-  const std::int64_t panel_row = block_index * kBlockRows + row;
-  panel.step_max[panel_row * panel.steps + step] = row_max;
-  T* target = panel.weights + panel_row * panel.row_stride + first_key;
-  for (std::int64_t key = 0; key < key_count; key += kLanes<T>) {
-    store<T>(target + key, mask.is_hidden(key / kGroupKeys) ? Vec<T>{} : load<T>(weights + key));
-  }
-}
-
 /// One step for one block of rows.
 template <typename T, bool kUnitIsOne>
 static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
@@ -266,6 +282,7 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
   RowState<T>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
   const std::int64_t row_groups = (block.rows + kScoreRows - 1) / kScoreRows;
+  if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask);
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
   for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
     if (mask.is_hidden(group)) continue;
@@ -281,6 +298,8 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
     mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
   }
   const T unit = static_cast<T>(call.unit);
+  T references[kBlockRows];
+  update_maxima<T>(state, scratch.padded_dv, unit, scratch.best, references);
   for (std::int64_t row = 0; row < block.rows; ++row) {
     std::uint32_t keep[TileMask<kForwardKeys>::kGroups];
     if (call.has_dropout) {
@@ -288,13 +307,14 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
       dropout_span_bits(call, block.n, block.h, block.row_begin + row, keys.keys, group, keep);
     }
     T* scores = scratch.tile + row * kForwardKeys;
-    const T best = reduce_max<T>(load<T>(scratch.best + row * kLanes<T>));
-    softmax_row<T, kUnitIsOne>(state, row, scratch.padded_dv, unit, mask, scores, best,
-                               call.has_dropout ? keep : nullptr);
+    T* copy = nullptr;
     if (scratch.panel.weights != nullptr) {
-      save_weights<T>(scratch.panel, block_index, row, step, first_key, keys.keys.count, mask, scores,
-                      state.row_max[row]);
+      const std::int64_t panel_row = block_index * kBlockRows + row;
+      scratch.panel.step_max[panel_row * scratch.panel.steps + step] = state.row_max[row];
+      copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + first_key;
     }
+    softmax_row<T, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
+                               call.has_dropout ? keep : nullptr, copy);
   }
   accumulate_output<T>(keys, mask, scratch.padded_dv, scratch.tile, state);
 }
@@ -316,8 +336,7 @@ static void skip_tile(ForwardScratch<T>& scratch, std::int64_t block_index, std:
 /// Length of the step that begins at kept key `begin`: runs are cut on the grid of dropout groups.
 FUSED_MHA_INLINE std::int64_t forward_step(const KeySpan& kept, std::int64_t begin) {
   const std::int64_t left = kept.count - begin;
-  const std::int64_t room =
-      kept.positions == nullptr ? kForwardKeys - kept[begin] % kForwardKeys : kForwardKeys;
+  const std::int64_t room = kept.positions == nullptr ? kForwardKeys - kept[begin] % kForwardKeys : kForwardKeys;
   return left < room ? left : room;
 }
 

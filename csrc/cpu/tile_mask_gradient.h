@@ -87,8 +87,7 @@ static void add_weight_deltas(const BackwardPlan& plan, const BackwardSizes<T>& 
 }
 
 template <typename T>
-static void delta_block(const BackwardPlan& plan, std::int64_t n, std::int64_t h, std::int64_t index,
-                        std::byte* base) {
+static void delta_block(const BackwardPlan& plan, std::int64_t n, std::int64_t h, std::int64_t index, std::byte* base) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const RowBlock block = row_block(plan.call, n, h, index);
   T* deltas = static_cast<T*>(plan.row_deltas) + (n * problem.heads + h) * problem.query_length + block.row_begin;
@@ -213,11 +212,16 @@ static void store_mask_gradient(const BackwardPlan& plan, const MaskGradientItem
     }
   };
   switch (to.dtype) {
-    case DType::kFloat64: return write(static_cast<double*>(to.data));
-    case DType::kFloat32: return write(static_cast<float*>(to.data));
-    case DType::kBFloat16: return write(static_cast<BFloat16*>(to.data));
-    case DType::kFloat16: return write(static_cast<Float16*>(to.data));
-    case DType::kBool: return;
+    case DType::kFloat64:
+      return write(static_cast<double*>(to.data));
+    case DType::kFloat32:
+      return write(static_cast<float*>(to.data));
+    case DType::kBFloat16:
+      return write(static_cast<BFloat16*>(to.data));
+    case DType::kFloat16:
+      return write(static_cast<Float16*>(to.data));
+    case DType::kBool:
+      return;
   }
 }
 

@@ -55,8 +55,8 @@ static void classify_tile(const CallConstants& call, const RowBlock& block, cons
         call.masks->tile_class(block.n, block.h, block.row_begin, block.row_begin + block.rows, part);
     if (result == core::TileClass::kFree && part.count < kGroupKeys) result = core::TileClass::kMixed;
     mask.classes[group] = result;
-    mask.reads_attn_mask[group] = result == core::TileClass::kMixed &&
-                                  call.masks->attn_mask_matters(block.n, block.h, block.row_begin, part);
+    mask.reads_attn_mask[group] =
+        result == core::TileClass::kMixed && call.masks->attn_mask_matters(block.n, block.h, block.row_begin, part);
     mask.any_visible = mask.any_visible || result != core::TileClass::kHidden;
     mask.any_mixed = mask.any_mixed || result == core::TileClass::kMixed;
   }
@@ -189,8 +189,8 @@ struct FloatGathered {
 template <typename T>
 struct MixedGroup {
   KeySpan keys;
-  const T* key_bias = nullptr;       // [kGroupKeys] or null
-  T* scores = nullptr;               // rows `ld` apart
+  const T* key_bias = nullptr;  // [kGroupKeys] or null
+  T* scores = nullptr;          // rows `ld` apart
   std::int64_t ld = 0;
   T* best = nullptr;                 // a vector a row
   std::uint32_t* visible = nullptr;  // rows `visible_ld` apart
@@ -200,34 +200,43 @@ struct MixedGroup {
 /// Masks a mixed group in place: adds what is added, puts -inf where hidden, folds each row's lanewise maximum into
 /// `best` and writes its visibility bits.
 template <typename T, typename AttnMask>
-static void mask_group(const CallConstants& call, const RowBlock& block, const MixedGroup<T>& group,
-                       const AttnMask& attn_mask) {
+static void mask_group(const CallConstants& call, const RowBlock& block, const MixedGroup<T> group,
+                       const AttnMask attn_mask) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
   const core::AttentionProblem& problem = *call.problem;
-  const KeySpan& keys = group.keys;
+  const KeySpan keys = group.keys;
   const std::int64_t masked = problem.masked_keys();
   const bool is_causal = problem.is_causal && keys[keys.count - 1] > block.row_begin;
   const std::uint32_t existing = existing_bits(keys);
   const Vec<T> factor = broadcast<T>(static_cast<T>(call.bias_factor));
   const Vec<T> hidden = broadcast<T>(kMinusInfinity<T>);
-  for (std::int64_t row = 0; row < block.rows; ++row) {
+  // Locals: what is reached through a pointer would be read again after every store.
+  const T* key_bias = group.key_bias;
+  T* scores = group.scores;
+  T* best = group.best;
+  std::uint32_t* bits = group.visible;
+  const std::int64_t rows = block.rows;
+  const std::int64_t row_begin = block.row_begin;
+  for (std::int64_t row = 0; row < rows; ++row) {
     std::uint32_t visible = existing;
-    if (is_causal) visible &= causal_bits(keys, masked, block.row_begin + row);
-    T* scores = group.scores + row * group.ld;
+    if (is_causal) visible &= causal_bits(keys, masked, row_begin + row);
     Vec<T> values[kVectors];
     for (int v = 0; v < kVectors; ++v) values[v] = load<T>(scores + v * kLanes<T>);
     attn_mask.template apply<T, kVectors>(row, factor, values, visible);
-    if (group.key_bias != nullptr) {
-      for (int v = 0; v < kVectors; ++v) values[v] = fma(load<T>(group.key_bias + v * kLanes<T>), factor, values[v]);
+    if (key_bias != nullptr) {
+      for (int v = 0; v < kVectors; ++v) values[v] = fma(load<T>(key_bias + v * kLanes<T>), factor, values[v]);
     }
-    Vec<T> largest = load<T>(group.best + row * kLanes<T>);
+    Vec<T> largest = load<T>(best);
     for (int v = 0; v < kVectors; ++v) {
       values[v] = select<T>(visible >> (v * kLanes<T>), values[v], hidden);
       largest = max(largest, values[v]);
       store<T>(scores + v * kLanes<T>, values[v]);
     }
-    store<T>(group.best + row * kLanes<T>, largest);
-    group.visible[row * group.visible_ld] = visible;
+    store<T>(best, largest);
+    *bits = visible;
+    scores += group.ld;
+    best += kLanes<T>;
+    bits += group.visible_ld;
   }
 }
 
@@ -245,12 +254,15 @@ static void mask_group_by_attn_mask(const CallConstants& call, const RowBlock& b
   if (lies_in_order(mask, group.keys, masked)) {
     switch (mask.dtype) {
       case DType::kBool:
-        return mask_group<T>(call, block, group,
-                             BoolInOrder{static_cast<const std::uint8_t*>(mask.data) + first_row + group.keys.first,
-                                         row_stride});
-      case DType::kFloat32: return in_order(static_cast<const float*>(mask.data));
-      case DType::kBFloat16: return in_order(static_cast<const BFloat16*>(mask.data));
-      case DType::kFloat16: return in_order(static_cast<const Float16*>(mask.data));
+        return mask_group<T>(
+            call, block, group,
+            BoolInOrder{static_cast<const std::uint8_t*>(mask.data) + first_row + group.keys.first, row_stride});
+      case DType::kFloat32:
+        return in_order(static_cast<const float*>(mask.data));
+      case DType::kBFloat16:
+        return in_order(static_cast<const BFloat16*>(mask.data));
+      case DType::kFloat16:
+        return in_order(static_cast<const Float16*>(mask.data));
       case DType::kFloat64:
         // Numbers beyond float's range are clamped one by one.
         if constexpr (std::is_same_v<T, double>) return in_order(static_cast<const double*>(mask.data));
@@ -277,14 +289,37 @@ static void mask_tile(const CallConstants& call, const RowBlock& block, const Ke
       continue;
     }
     const std::int64_t first = index * kGroupKeys;
-    const MixedGroup<T> group{group_of(keys, index), key_bias == nullptr ? nullptr : key_bias + first,
-                              scores + first,        kKeys,
-                              best,                  &mask.visible[0][index],
+    const MixedGroup<T> group{group_of(keys, index),
+                              key_bias == nullptr ? nullptr : key_bias + first,
+                              scores + first,
+                              kKeys,
+                              best,
+                              &mask.visible[0][index],
                               TileMask<kKeys>::kGroups};
     if (mask.reads_attn_mask[index]) {
       mask_group_by_attn_mask<T>(call, block, group);
     } else {
       mask_group<T>(call, block, group, NoAttnMask{});
+    }
+  }
+}
+
+/// Asks for the mask numbers that mask_tile will read, so that they arrive while the scores are computed.
+template <std::int64_t kKeys>
+static void prefetch_masks(const CallConstants& call, const RowBlock& block, const KeySpan& keys,
+                           const TileMask<kKeys>& mask) {
+  constexpr std::int64_t kLine = 64;
+  const core::View& attn_mask = call.problem->attn_mask;
+  if (!attn_mask || keys.positions != nullptr || attn_mask.strides[3] != 1) return;
+  const auto size = static_cast<std::int64_t>(core::size_of(attn_mask.dtype));
+  const auto* first = static_cast<const std::byte*>(attn_mask.data) +
+                      attn_mask.offset(block.n, block.h, block.row_begin, keys.first) * size;
+  for (std::int64_t index = 0; index < TileMask<kKeys>::kGroups; ++index) {
+    if (!mask.reads_attn_mask[index]) continue;
+    for (std::int64_t row = 0; row < block.rows; ++row) {
+      const std::byte* line = first + (row * attn_mask.strides[2] + index * kGroupKeys) * size;
+      for (std::int64_t offset = 0; offset < kGroupKeys * size; offset += kLine)
+        __builtin_prefetch(line + offset, 0, 2);
     }
   }
 }

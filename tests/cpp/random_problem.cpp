@@ -16,22 +16,34 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void store(void* data, DType dtype, std::int64_t offset, double value) {
   switch (dtype) {
-    case DType::kFloat64: static_cast<double*>(data)[offset] = value; break;
-    case DType::kFloat32: static_cast<float*>(data)[offset] = static_cast<float>(value); break;
+    case DType::kFloat64:
+      static_cast<double*>(data)[offset] = value;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(data)[offset] = static_cast<float>(value);
+      break;
     case DType::kBFloat16:
       static_cast<core::BFloat16*>(data)[offset] = core::to_bfloat16(static_cast<float>(value));
       break;
-    case DType::kFloat16: static_cast<core::Float16*>(data)[offset] = core::to_float16(static_cast<float>(value)); break;
-    case DType::kBool: static_cast<bool*>(data)[offset] = value != 0.0; break;
+    case DType::kFloat16:
+      static_cast<core::Float16*>(data)[offset] = core::to_float16(static_cast<float>(value));
+      break;
+    case DType::kBool:
+      static_cast<bool*>(data)[offset] = value != 0.0;
+      break;
   }
 }
 
 double lowest_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return std::numeric_limits<double>::lowest();
-    case DType::kFloat32: return std::numeric_limits<float>::lowest();
-    case DType::kBFloat16: return core::to_float(core::BFloat16{0xFF7F});
-    default: return -65504.0;
+    case DType::kFloat64:
+      return std::numeric_limits<double>::lowest();
+    case DType::kFloat32:
+      return std::numeric_limits<float>::lowest();
+    case DType::kBFloat16:
+      return core::to_float(core::BFloat16{0xFF7F});
+    default:
+      return -65504.0;
   }
 }
 
@@ -57,11 +69,16 @@ void fill_padding(const Case& c, std::int64_t keys, std::mt19937& random, Tensor
 
 std::array<std::int64_t, 4> mask_sizes(const Case& c, std::int64_t keys) {
   switch (c.attn_mask) {
-    case AttnMask::kPerHead: return {c.N, c.H, c.L, keys};
-    case AttnMask::kBias: return {1, c.H, c.L, keys};
-    case AttnMask::kRowOnly: return {c.N, 1, c.L, 1};
-    case AttnMask::kKeyOnly: return {1, c.H, 1, keys};
-    default: return {1, 1, c.L, keys};
+    case AttnMask::kPerHead:
+      return {c.N, c.H, c.L, keys};
+    case AttnMask::kBias:
+      return {1, c.H, c.L, keys};
+    case AttnMask::kRowOnly:
+      return {c.N, 1, c.L, 1};
+    case AttnMask::kKeyOnly:
+      return {1, c.H, 1, keys};
+    default:
+      return {1, 1, c.L, keys};
   }
 }
 
@@ -71,11 +88,16 @@ void fill_attn_mask(const Case& c, std::mt19937& random, Tensor& mask) {
   const auto value = [&](std::int64_t l, std::int64_t s) {
     const double chance = uniform(random);
     switch (c.attn_mask) {
-      case AttnMask::kCausalBool: return s > l ? hidden_value(dtype) : 0.0;
-      case AttnMask::kRandomBool: return chance < 0.5 ? hidden_value(dtype) : 0.0;
-      case AttnMask::kBiasAndInfinity: return chance < 0.3 ? -kInfinity : chance * 4.0 - 2.0;
-      case AttnMask::kLowest: return l % 2 == 0 || chance < 0.5 ? lowest_of(dtype) : chance;
-      default: return dtype == DType::kBool ? (chance < 0.3 ? 1.0 : 0.0) : chance * 4.0 - 2.0;
+      case AttnMask::kCausalBool:
+        return s > l ? hidden_value(dtype) : 0.0;
+      case AttnMask::kRandomBool:
+        return chance < 0.5 ? hidden_value(dtype) : 0.0;
+      case AttnMask::kBiasAndInfinity:
+        return chance < 0.3 ? -kInfinity : chance * 4.0 - 2.0;
+      case AttnMask::kLowest:
+        return l % 2 == 0 || chance < 0.5 ? lowest_of(dtype) : chance;
+      default:
+        return dtype == DType::kBool ? (chance < 0.3 ? 1.0 : 0.0) : chance * 4.0 - 2.0;
     }
   };
   for (std::int64_t n = 0; n < mask.sizes[0]; ++n) {
@@ -106,8 +128,12 @@ Tensor make_tensor(DType dtype, std::array<std::int64_t, 4> sizes, Layout layout
   const auto [a, b, c, d] = sizes;
   std::int64_t elements = a * b * c * d;
   switch (layout) {
-    case Layout::kContiguous: tensor.view.strides = {b * c * d, c * d, d, 1}; break;
-    case Layout::kHeadsInside: tensor.view.strides = {b * c * d, d, b * d, 1}; break;
+    case Layout::kContiguous:
+      tensor.view.strides = {b * c * d, c * d, d, 1};
+      break;
+    case Layout::kHeadsInside:
+      tensor.view.strides = {b * c * d, d, b * d, 1};
+      break;
     case Layout::kStrided:
       tensor.view.strides = {2 * b * c * d + 5, 2 * c * d + 3, 2 * d + 1, 2};
       elements = a * (2 * b * (c * d + c + 2) + 5) * 2 + 16;

@@ -12,7 +12,7 @@ struct SimdReport {
   double exp2_double_ulp = 0.0;  // largest error on [-1022, 1023]
   bool exp2_limits = false;      // -inf and very small give 0, NaN gives NaN
   bool transpose = false;
-  bool select = false;         // and equal_bits
+  bool select = false;  // and equal_bits
   bool nonzero_bits = false;
   bool multiply_wide = false;  // and at_least_bits
   bool reductions = false;

@@ -18,8 +18,8 @@ namespace fused_mha::test {
 
 TEST_CASE("bfloat16 rounds to nearest, ties to even") {
   CHECK(core::to_bfloat16(1.0F).bits == 0x3F80);
-  CHECK(core::to_bfloat16(1.0F + 0x1p-8F).bits == 0x3F80);                // a tie goes to the even neighbour
-  CHECK(core::to_bfloat16(1.0F + 0x1p-8F + 0x1p-20F).bits == 0x3F81);     // just above the tie
+  CHECK(core::to_bfloat16(1.0F + 0x1p-8F).bits == 0x3F80);             // a tie goes to the even neighbour
+  CHECK(core::to_bfloat16(1.0F + 0x1p-8F + 0x1p-20F).bits == 0x3F81);  // just above the tie
   CHECK(core::to_bfloat16(1.0F + 3.0F * 0x1p-8F).bits == 0x3F82);
   CHECK(core::to_bfloat16(std::numeric_limits<float>::infinity()).bits == 0x7F80);
   CHECK(std::isnan(core::to_float(core::to_bfloat16(std::bit_cast<float>(0x7F800001U)))));
@@ -49,14 +49,12 @@ TEST_CASE("Philox4x32 gives the published numbers") {
   // Random123's known answers (kat_vectors): zeros, ones, digits of pi.
   constexpr core::PhiloxCounter kOnes{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff};
   constexpr core::PhiloxCounter kPi{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344};
-  CHECK(core::philox<10>({0, 0}, {0, 0, 0, 0}) ==
-        core::PhiloxCounter{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+  CHECK(core::philox<10>({0, 0}, {0, 0, 0, 0}) == core::PhiloxCounter{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
   CHECK(core::philox<10>({0xffffffff, 0xffffffff}, kOnes) ==
         core::PhiloxCounter{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
   CHECK(core::philox<10>({0xa4093822, 0x299f31d0}, kPi) ==
         core::PhiloxCounter{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
-  CHECK(core::philox<7>({0, 0}, {0, 0, 0, 0}) ==
-        core::PhiloxCounter{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48});
+  CHECK(core::philox<7>({0, 0}, {0, 0, 0, 0}) == core::PhiloxCounter{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48});
   CHECK(core::philox<7>({0xffffffff, 0xffffffff}, kOnes) ==
         core::PhiloxCounter{0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662});
   CHECK(core::philox<7>({0xa4093822, 0x299f31d0}, kPi) ==
@@ -142,10 +140,10 @@ TEST_CASE("tile classes agree with visibility element by element") {
       for (std::int64_t s = 0; s < c.S; ++s) {
         const bool listed = next < kept.count && kept[next] == s;
         next += listed ? 1 : 0;
-        const bool padded = p->problem.key_padding_mask && s < p->problem.masked_keys() &&
-                            core::mask_element(p->problem.key_padding_mask,
-                                               p->problem.key_padding_mask.offset(n, 0, 0, s)) ==
-                                -std::numeric_limits<double>::infinity();
+        const bool padded =
+            p->problem.key_padding_mask && s < p->problem.masked_keys() &&
+            core::mask_element(p->problem.key_padding_mask, p->problem.key_padding_mask.offset(n, 0, 0, s)) ==
+                -std::numeric_limits<double>::infinity();
         REQUIRE(listed == !padded);
       }
       CHECK(next == kept.count);

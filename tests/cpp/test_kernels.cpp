@@ -42,9 +42,11 @@ struct ForwardResult {
 ForwardResult run_forward(const Problem& p, WeightsMode mode, int thread_count = 1) {
   const core::AttentionProblem& problem = p.problem;
   ForwardResult result;
-  result.output = make_tensor(problem.query.dtype, {problem.batch, problem.heads, problem.query_length, problem.value_dim});
+  result.output =
+      make_tensor(problem.query.dtype, {problem.batch, problem.heads, problem.query_length, problem.value_dim});
   const std::int64_t weight_heads = mode == WeightsMode::kPerHead ? problem.heads : 1;
-  result.weights = make_tensor(problem.query.dtype, {problem.batch, weight_heads, problem.query_length, problem.key_length});
+  result.weights =
+      make_tensor(problem.query.dtype, {problem.batch, weight_heads, problem.query_length, problem.key_length});
   const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
   result.row_max.resize(rows);
   result.row_sum.resize(rows);
@@ -120,10 +122,14 @@ double relative_error(const Tensor& actual, const std::vector<double>& expected)
 /// Units in which errors are allowed: the storage's epsilon.
 double epsilon_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return 0x1p-52;
-    case DType::kBFloat16: return 0x1p-8;
-    case DType::kFloat16: return 0x1p-11;
-    default: return 0x1p-23;
+    case DType::kFloat64:
+      return 0x1p-52;
+    case DType::kBFloat16:
+      return 0x1p-8;
+    case DType::kFloat16:
+      return 0x1p-11;
+    default:
+      return 0x1p-23;
   }
 }
 constexpr double kForwardEpsilons = 16.0;
@@ -138,7 +144,8 @@ std::vector<double> summed_to(const core::AttentionProblem& problem, const std::
       for (std::int64_t l = 0; l < problem.query_length; ++l) {
         for (std::int64_t s = 0; s < problem.key_length; ++s, ++i) {
           if (s >= problem.masked_keys()) continue;
-          const std::int64_t at = ((n % sizes[0] * sizes[1] + h % sizes[1]) * sizes[2] + l % sizes[2]) * sizes[3] + s % sizes[3];
+          const std::int64_t at =
+              ((n % sizes[0] * sizes[1] + h % sizes[1]) * sizes[2] + l % sizes[2]) * sizes[3] + s % sizes[3];
           sums[static_cast<std::size_t>(at)] += scores[i];
         }
       }
@@ -154,7 +161,8 @@ std::vector<double> averaged_over_heads(const core::AttentionProblem& problem, c
     for (std::int64_t h = 0; h < problem.heads; ++h) {
       for (std::int64_t i = 0; i < matrix; ++i) {
         average[static_cast<std::size_t>(n * matrix + i)] +=
-            weights[static_cast<std::size_t>((n * problem.heads + h) * matrix + i)] / static_cast<double>(problem.heads);
+            weights[static_cast<std::size_t>((n * problem.heads + h) * matrix + i)] /
+            static_cast<double>(problem.heads);
       }
     }
   }
@@ -184,8 +192,7 @@ void check_case(const Case& c) {
   for (const WeightsMode mode : {WeightsMode::kNone, WeightsMode::kAveraged}) {
     INFO("weights mode " << static_cast<int>(mode));
     const core::View weights_grad = mode == WeightsMode::kNone ? core::View{} : grad_weights.read();
-    const core::ReferenceBackward want =
-        core::reference_backward(p->problem, grad_output.read(), weights_grad, mode);
+    const core::ReferenceBackward want = core::reference_backward(p->problem, grad_output.read(), weights_grad, mode);
     const BackwardResult got = run_backward(*p, plain, grad_output.read(), weights_grad, mode);
     CHECK(relative_error(got.query, want.grad_query) <= kBackwardEpsilons * epsilon);
     CHECK(relative_error(got.key, want.grad_key) <= kBackwardEpsilons * epsilon);

@@ -15,12 +15,18 @@ TEST_CASE("vector operations do what their comments say") {
     SimdReport report;
     switch (isa) {
 #if defined(FUSED_MHA_HAS_AVX512)
-      case cpu::Isa::kAvx512: report = simd_report_avx512(); break;
+      case cpu::Isa::kAvx512:
+        report = simd_report_avx512();
+        break;
 #endif
 #if defined(FUSED_MHA_HAS_AVX2)
-      case cpu::Isa::kAvx2: report = simd_report_avx2(); break;
+      case cpu::Isa::kAvx2:
+        report = simd_report_avx2();
+        break;
 #endif
-      default: report = simd_report_generic(); break;
+      default:
+        report = simd_report_generic();
+        break;
     }
     CHECK(report.exp2_float_ulp > 0.0);
     CHECK(report.exp2_float_ulp <= 2.0);

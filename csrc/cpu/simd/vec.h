@@ -40,14 +40,21 @@ template <typename T>
 using VecInt = std::conditional_t<std::is_same_v<T, double>, VecInt64, VecInt32>;
 
 /// 2^r on [0, 1), relative error at most 2.1e-9 (minimax with p(0) = 1), highest power first.
-inline constexpr float kExp2Float[] = {2.1612914954e-04F, 1.2467846446e-03F, 9.6754515669e-03F, 5.5485280619e-02F,
-                                       2.4022930555e-01F, 6.9314704444e-01F, 1.0F};
+inline constexpr float kExp2Float[] = {2.1612914954e-04F,
+                                       1.2467846446e-03F,
+                                       9.6754515669e-03F,
+                                       5.5485280619e-02F,
+                                       2.4022930555e-01F,
+                                       6.9314704444e-01F,
+                                       1.0F};
 /// 2^r on [-0.5, 0.5], Taylor to degree 13, truncation below 1e-17, highest power first.
-inline constexpr double kExp2Double[] = {
-    1.3691488853904128e-12, 2.5678435993488206e-11, 4.4455382718708116e-10, 7.0549116208011233e-09,
-    1.0178086009239699e-07, 1.3215486790144307e-06, 1.5252733804059840e-05, 1.5403530393381608e-04,
-    1.3333558146428443e-03, 9.6181291076284768e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
-    6.9314718055994531e-01, 1.0};
+inline constexpr double kExp2Double[] = {1.3691488853904128e-12, 2.5678435993488206e-11,
+                                         4.4455382718708116e-10, 7.0549116208011233e-09,
+                                         1.0178086009239699e-07, 1.3215486790144307e-06,
+                                         1.5252733804059840e-05, 1.5403530393381608e-04,
+                                         1.3333558146428443e-03, 9.6181291076284768e-03,
+                                         5.5504108664821580e-02, 2.4022650695910071e-01,
+                                         6.9314718055994531e-01, 1.0};
 
 namespace portable {
 
@@ -192,6 +199,28 @@ FUSED_MHA_INLINE void store_as(Storage* to, Vec<T> value) {
       }
     }
   }
+}
+
+/// The first `count` < kLanes<T> elements, zeros behind them; nothing beyond them is touched.
+template <typename T, typename Storage>
+FUSED_MHA_INLINE Vec<T> load_part(const Storage* from, std::int64_t count) {
+  T lanes[kLanes<T>] = {};
+  for (std::int64_t lane = 0; lane < count; ++lane) {
+    if constexpr (std::is_arithmetic_v<Storage>) {
+      lanes[lane] = static_cast<T>(from[lane]);
+    } else {
+      lanes[lane] = static_cast<T>(core::to_float(from[lane]));
+    }
+  }
+  return load<T>(lanes);
+}
+
+/// Stores the first `count` < kLanes<T> elements, rounded to Storage.
+template <typename T, typename Storage>
+FUSED_MHA_INLINE void store_part(Storage* to, Vec<T> value, std::int64_t count) {
+  Storage rounded[kLanes<T>];
+  store_as<T, Storage>(rounded, value);
+  for (std::int64_t lane = 0; lane < count; ++lane) to[lane] = rounded[lane];
 }
 
 /// rows[i] holds row i of a square of kLanes<T> rows; afterwards rows[j] holds its column j.

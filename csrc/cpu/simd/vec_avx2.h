@@ -88,6 +88,32 @@ FUSED_MHA_INLINE void store_as(Storage* to, Vec<T> value) {
   }
 }
 
+/// vmaskmovps takes lanes whose sign bit is set: a window into eight set and eight clear words.
+FUSED_MHA_INLINE __m256i first_lanes(std::int64_t count) {
+  alignas(32) static constexpr std::int32_t kWindow[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  __m256i lanes;
+  std::memcpy(&lanes, kWindow + 8 - count, sizeof(lanes));
+  return lanes;
+}
+
+template <typename T, typename Storage>
+FUSED_MHA_INLINE Vec<T> load_part(const Storage* from, std::int64_t count) {
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<Storage, float>) {
+    return _mm256_maskload_ps(from, first_lanes(count));
+  } else {
+    return portable::load_part<T, Storage>(from, count);
+  }
+}
+
+template <typename T, typename Storage>
+FUSED_MHA_INLINE void store_part(Storage* to, Vec<T> value, std::int64_t count) {
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<Storage, float>) {
+    _mm256_maskstore_ps(to, first_lanes(count), value);
+  } else {
+    portable::store_part<T, Storage>(to, value, count);
+  }
+}
+
 template <typename T>
 FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   if constexpr (std::is_same_v<T, float>) {

@@ -123,6 +123,43 @@ FUSED_MHA_INLINE void store_as(Storage* to, Vec<T> value) {
   }
 }
 
+FUSED_MHA_INLINE __mmask16 first_lanes(std::int64_t count) { return static_cast<__mmask16>((1U << count) - 1U); }
+
+template <typename T, typename Storage>
+FUSED_MHA_INLINE Vec<T> load_part(const Storage* from, std::int64_t count) {
+  const __mmask16 lanes = first_lanes(count);
+  if constexpr (std::is_same_v<Storage, double>) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), from);
+  } else if constexpr (std::is_same_v<T, double>) {
+    return portable::load_part<T, Storage>(from, count);
+  } else if constexpr (std::is_same_v<Storage, float>) {
+    return _mm512_maskz_loadu_ps(lanes, from);
+  } else {
+    const __m256i half = _mm256_maskz_loadu_epi16(lanes, from);
+    if constexpr (std::is_same_v<Storage, core::BFloat16>) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    } else {
+      return _mm512_cvtph_ps(half);
+    }
+  }
+}
+
+template <typename T, typename Storage>
+FUSED_MHA_INLINE void store_part(Storage* to, Vec<T> value, std::int64_t count) {
+  const __mmask16 lanes = first_lanes(count);
+  if constexpr (std::is_same_v<Storage, double>) {
+    _mm512_mask_storeu_pd(to, static_cast<__mmask8>(lanes), value);
+  } else if constexpr (std::is_same_v<Storage, float>) {
+    _mm512_mask_storeu_ps(to, lanes, value);
+  } else {
+    Storage rounded[kLanes<T>];
+    store_as<T, Storage>(rounded, value);
+    __m256i half;
+    std::memcpy(&half, rounded, sizeof(half));
+    _mm256_mask_storeu_epi16(to, lanes, half);
+  }
+}
+
 template <typename T>
 FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   if constexpr (std::is_same_v<T, float>) {
