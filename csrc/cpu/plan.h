@@ -22,6 +22,8 @@ inline constexpr std::int64_t kForwardKeys = 128;
 /// Keys of a backward step: 48 x 96 weights and their gradients are 36 KiB, next to the L1 data cache.
 inline constexpr std::int64_t kBackwardKeys = 96;
 
+/// Query rows of a head up to which nothing is packed: keys and values are used too seldom to pay for it.
+inline constexpr std::int64_t kFewRows = 4;
 /// Rows and keys of one owner of attn_mask's gradient: its sums fit the L2 cache, and what it packs is used often.
 inline constexpr std::int64_t kMaskGradientRows = 4 * kBlockRows;
 inline constexpr std::int64_t kMaskGradientKeys = 8 * kBackwardKeys;
@@ -54,6 +56,9 @@ struct ForwardPlan {
   CallConstants call;
   core::ForwardOutputs outputs;
   std::int64_t blocks_per_item = 1;
+  bool few_rows = false;         // at most kFewRows rows a head
+  std::int64_t key_splits = 1;   // with few rows: parts that the keys are split into; a function of the shapes only
+  void* split_states = nullptr;  // (N, H, key_splits) states to merge, null where key_splits is 1
 };
 
 /// Row blocks [block_begin, block_end) of the heads that share `kv_head`, head after head; with weights wanted, the
@@ -63,6 +68,7 @@ struct ForwardItem {
   std::int64_t kv_head = 0;
   std::int64_t block_begin = 0;
   std::int64_t block_end = 0;
+  std::int64_t split = 0;
 };
 
 struct BackwardPlan {
@@ -96,6 +102,8 @@ struct MaskGradientItem {
 struct KernelTable {
   std::size_t (*forward_scratch)(const ForwardPlan&);
   void (*forward)(const ForwardPlan&, const ForwardItem&, std::byte* scratch);
+  std::size_t (*split_state_elements)(const ForwardPlan&);  // of one (n, h, split)
+  void (*merge_splits)(const ForwardPlan&, std::int64_t n, std::int64_t h, std::byte* scratch);
   std::size_t (*delta_scratch)(const BackwardPlan&);
   void (*delta)(const BackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block, std::byte* scratch);
   std::size_t (*backward_scratch)(const BackwardPlan&);

@@ -29,9 +29,11 @@ using core::Parallel;
 constexpr std::int64_t kMaxBlocksPerItem = 24;
 /// Bytes of weights that an item may hold back when weights are returned: a good part of the L2 cache.
 constexpr std::int64_t kWeightsPanelBytes = 1 << 20;
-/// Parts that the backward pass's work is split into at least, where the keys are long enough. A constant: the split
-/// decides the order of sums, so it may depend on the shapes only.
-constexpr std::int64_t kBackwardParts = 16;
+/// Parts that work is split into at least, where the keys are long enough. A constant: the split decides the order of
+/// sums, so it may depend on the shapes only.
+constexpr std::int64_t kWorkParts = 16;
+/// Fewest keys worth a split of their own for few rows.
+constexpr std::int64_t kMinKeysPerSplit = 512;
 /// Fewest key steps worth a split of their own.
 constexpr std::int64_t kMinStepsPerSplit = 4;
 /// Scratch that a thread keeps from one call to the next.
@@ -200,6 +202,14 @@ std::vector<Costed<Item>> dearest_first(std::vector<Costed<Item>> items) {
   return items;
 }
 
+/// Parts that few rows' keys are split into: enough for many threads, none shorter than kMinKeysPerSplit.
+std::int64_t choose_forward_splits(const ForwardPlan& plan) {
+  const AttentionProblem& problem = *plan.call.problem;
+  if (!plan.few_rows || plan.outputs.weights_mode != core::WeightsMode::kNone) return 1;
+  const std::int64_t heads = problem.batch * problem.kv_heads;
+  return std::max<std::int64_t>(1, std::min(kWorkParts / heads, problem.key_length / kMinKeysPerSplit));
+}
+
 std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& parallel) {
   const AttentionProblem& problem = *plan.call.problem;
   const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
@@ -230,7 +240,10 @@ std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
         for (std::int64_t block = begin; block < costed.item.block_end; ++block) {
           costed.cost += block_cost(plan.call, n, block % plan.call.blocks_per_head);
         }
-        items.push_back(costed);
+        for (std::int64_t split = 0; split < plan.key_splits; ++split) {
+          costed.item.split = split;
+          items.push_back(costed);
+        }
       }
     }
   }
@@ -256,7 +269,7 @@ std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
 std::int64_t choose_key_splits(const AttentionProblem& problem) {
   const std::int64_t heads = std::max<std::int64_t>(problem.batch * problem.kv_heads, 1);
   const std::int64_t steps = ceil_div(problem.key_length, kBackwardKeys);
-  return std::clamp(std::min(kBackwardParts / heads, steps / kMinStepsPerSplit), std::int64_t{1},
+  return std::clamp(std::min(kWorkParts / heads, steps / kMinStepsPerSplit), std::int64_t{1},
                     std::max<std::int64_t>(steps, 1));
 }
 
@@ -341,12 +354,26 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
   const MaskPlan masks(problem, schedule);
   ForwardPlan plan{make_constants(problem, masks), outputs};
   plan.blocks_per_item = choose_blocks_per_item(plan, schedule);
+  plan.few_rows = problem.query_length <= kFewRows;
+  plan.key_splits = choose_forward_splits(plan);
   const KernelTable& kernels = kernels_for(problem.query.dtype);
+  Buffer split_states;
+  if (plan.key_splits > 1) {
+    const auto states = static_cast<std::size_t>(problem.batch * problem.heads * plan.key_splits);
+    split_states = allocate(states * kernels.split_state_elements(plan) * accumulator_size(problem.query.dtype));
+    plan.split_states = split_states.get();
+  }
   const std::vector<Costed<ForwardItem>> items = forward_items(plan);
   for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.forward_scratch(plan),
                 [&](std::int64_t i, std::byte* memory) {
                   kernels.forward(plan, items[static_cast<std::size_t>(i)].item, memory);
                 });
+  if (plan.key_splits > 1) {
+    for_each_item(schedule, problem.batch * problem.heads, kernels.forward_scratch(plan),
+                  [&](std::int64_t i, std::byte* memory) {
+                    kernels.merge_splits(plan, i / problem.heads, i % problem.heads, memory);
+                  });
+  }
 }
 
 void attention_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,

@@ -15,6 +15,7 @@
 
 #include "cpu/dropout_bits.h"
 #include "cpu/pack.h"
+#include "cpu/tile_few_rows.h"
 #include "cpu/tile_masks.h"
 #include "cpu/tile_math.h"
 
@@ -138,24 +139,32 @@ static void pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_
 }
 
 template <typename T>
-static void begin_rows(const CallConstants& call, const RowBlock& block, RowState<T>& state) {
-  const core::AttentionProblem& problem = *call.problem;
+static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const RowBlock& block, RowState<T>& state) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  const Matrix query = matrix_of(problem.query, block.n, block.h);
+  const KeySpan rows{nullptr, block.row_begin, block.rows};
+  const T factor = static_cast<T>(plan.call.query_factor);
   state.block = block;
-  state.started = false;
-  pack_row_groups<T>(matrix_of(problem.query, block.n, block.h), {nullptr, block.row_begin, block.rows},
-                     problem.head_dim, static_cast<T>(call.query_factor), state.queries);
+  state.started = plan.few_rows;
+  if (plan.few_rows) {
+    pack_rows<T>(query, rows, problem.head_dim, round_up(problem.head_dim, kLanes<T>), kFewRows, factor, state.queries);
+    for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) state.output[i] = T{0};
+  } else {
+    pack_row_groups<T>(query, rows, problem.head_dim, factor, state.queries);
+  }
   for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
 }
 
 template <typename T, std::int64_t kKeys>
-static void pack_key_tile(const CallConstants& call, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
-                          KeyTile<T, kKeys>& tile) {
-  const core::AttentionProblem& problem = *call.problem;
+static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
+                             KeyTile<T, kKeys>& tile) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kKeys, tile.key_bias);
+  if (plan.few_rows) return;
   pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
   tile.values_not_finite = pack_rows<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
                                         round_up(tile.keys.count, kGroupKeys), T{1}, tile.values);
-  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kKeys, tile.key_bias);
 }
 
 /// exp2(unit (a - b)) for one pair.
@@ -271,28 +280,38 @@ static void accumulate_output(const KeyTile<T, kForwardKeys>& keys, const TileMa
   }
 }
 
+/// Raw scores of a block against a step's visible groups; lanewise maxima of the free ones go into `best`.
+template <typename T>
+static void score_tile_groups(const KeyTile<T, kForwardKeys>& keys, const RowState<T>& state, std::int64_t depth,
+                              const TileMask<kForwardKeys>& mask, T* tile, T* best) {
+  const std::int64_t row_groups = (state.block.rows + kScoreRows - 1) / kScoreRows;
+  for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
+    if (mask.is_hidden(group)) continue;
+    const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
+    T* scores = tile + group * kGroupKeys;
+    if (mask.is_mixed(group)) {
+      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best);
+    } else {
+      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best);
+    }
+  }
+}
+
 /// One step for one block of rows.
 template <typename T, bool kUnitIsOne>
 static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
                          std::int64_t step, std::int64_t first_key) {
   const CallConstants& call = plan.call;
   const KeyTile<T, kForwardKeys>& keys = scratch.key_tile;
-  const std::int64_t depth = call.problem->head_dim;
   TileMask<kForwardKeys>& mask = *scratch.mask;
   RowState<T>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
-  const std::int64_t row_groups = (block.rows + kScoreRows - 1) / kScoreRows;
   if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask);
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
-  for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
-    if (mask.is_hidden(group)) continue;
-    const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
-    T* scores = scratch.tile + group * kGroupKeys;
-    if (mask.is_mixed(group)) {
-      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, scratch.best);
-    } else {
-      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, scratch.best);
-    }
+  if (plan.few_rows) {
+    score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
+  } else {
+    score_tile_groups<T>(keys, state, call.problem->head_dim, mask, scratch.tile, scratch.best);
   }
   if (mask.any_mixed) {
     mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
@@ -316,7 +335,11 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
     softmax_row<T, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
                                call.has_dropout ? keep : nullptr, copy);
   }
-  accumulate_output<T>(keys, mask, scratch.padded_dv, scratch.tile, state);
+  if (plan.few_rows) {
+    accumulate_few_rows<T>(call, block, keys.keys, mask, scratch.tile, scratch.padded_dv, state.output);
+  } else {
+    accumulate_output<T>(keys, mask, scratch.padded_dv, scratch.tile, state);
+  }
 }
 
 /// A block that sees nothing of a step: its weights there are 0.
@@ -439,25 +462,27 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T>& scra
   }
 }
 
-/// All steps over the keys of (n, kv_head) for the first `count` row states.
+/// All steps over the item's part of the keys of (n, kv_head), for the first `count` row states.
 template <typename T>
-static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t n, std::int64_t kv_head,
-                         std::int64_t count) {
+static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, const ForwardItem& item,
+                         std::int64_t kv_head, std::int64_t count) {
   const CallConstants& call = plan.call;
-  const KeySpan& kept = call.masks->kept_keys(n);
+  const KeySpan& kept = call.masks->kept_keys(item.n);
+  const std::int64_t end = kept.count * (item.split + 1) / plan.key_splits;
   std::int64_t step = 0;
-  for (std::int64_t begin = 0; begin < kept.count; ++step) {
-    const std::int64_t size = forward_step(kept, begin);
+  for (std::int64_t begin = kept.count * item.split / plan.key_splits; begin < end; ++step) {
+    const std::int64_t whole = forward_step(kept, begin);
+    const std::int64_t size = whole < end - begin ? whole : end - begin;
     scratch.key_tile.keys = kept.part(begin, size);
-    bool packed = false;
+    bool prepared = false;
     for (std::int64_t i = 0; i < count; ++i) {
       classify_tile<kForwardKeys>(call, scratch.states[i].block, scratch.key_tile.keys, *scratch.mask);
       if (!scratch.mask->any_visible) {
         skip_tile<T>(scratch, i, step, begin, size);
         continue;
       }
-      if (!packed) pack_key_tile<T, kForwardKeys>(call, n, kv_head, scratch.padded_dv, scratch.key_tile);
-      packed = true;
+      if (!prepared) prepare_key_tile<T, kForwardKeys>(plan, item.n, kv_head, scratch.padded_dv, scratch.key_tile);
+      prepared = true;
       if (call.unit == 1.0) {
         forward_tile<T, true>(plan, scratch, i, step, begin);
       } else {
@@ -466,6 +491,39 @@ static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
     }
     begin += size;
   }
+}
+
+/// One split's state of a block of few rows: outputs [kFewRows][padded Dv], maxima, lanewise sums.
+template <typename T>
+struct SplitState {
+  T* output;
+  T* row_max;  // [kFewRows, padded]
+  T* sums;     // [kFewRows][lanes]
+
+  static std::int64_t elements(const core::AttentionProblem& problem) {
+    return kFewRows * (round_up(problem.value_dim, kLanes<T>) + kLanes<T>)+round_up(kFewRows, kLanes<T>);
+  }
+  SplitState(const ForwardPlan& plan, std::int64_t n, std::int64_t h, std::int64_t split) {
+    const core::AttentionProblem& problem = *plan.call.problem;
+    const std::int64_t index = (n * problem.heads + h) * plan.key_splits + split;
+    output = static_cast<T*>(plan.split_states) + index * elements(problem);
+    row_max = output + kFewRows * round_up(problem.value_dim, kLanes<T>);
+    sums = row_max + round_up(kFewRows, kLanes<T>);
+  }
+};
+
+template <typename T>
+static std::size_t split_state_elements(const ForwardPlan& plan) {
+  return static_cast<std::size_t>(SplitState<T>::elements(*plan.call.problem));
+}
+
+template <typename T>
+static void save_split(const ForwardPlan& plan, const ForwardItem& item, std::int64_t padded_dv,
+                       const RowState<T>& state) {
+  const SplitState<T> saved(plan, state.block.n, state.block.h, item.split);
+  for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) saved.output[i] = state.output[i];
+  for (std::int64_t i = 0; i < kFewRows; ++i) saved.row_max[i] = state.row_max[i];
+  for (std::int64_t i = 0; i < kFewRows * kLanes<T>; ++i) saved.sums[i] = state.sums[i];
 }
 
 FUSED_MHA_INLINE RowBlock row_block(const CallConstants& call, std::int64_t n, std::int64_t h, std::int64_t index) {
@@ -482,13 +540,19 @@ static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& 
   const std::int64_t count = item.block_end - item.block_begin;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t index = item.block_begin + i;
-    begin_rows<T>(call,
+    begin_rows<T>(plan, scratch.padded_dv,
                   row_block(call, item.n, first_head + index / call.blocks_per_head, index % call.blocks_per_head),
                   scratch.states[i]);
   }
-  forward_rows<T>(plan, scratch, item.n, item.kv_head, count);
+  forward_rows<T>(plan, scratch, item, item.kv_head, count);
   T scales[kBlockRows];
-  for (std::int64_t i = 0; i < count; ++i) finish_rows<T>(plan, scratch, scratch.states[i], scales);
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (plan.key_splits > 1) {
+      save_split<T>(plan, item, scratch.padded_dv, scratch.states[i]);
+    } else {
+      finish_rows<T>(plan, scratch, scratch.states[i], scales);
+    }
+  }
 }
 
 /// The same blocks of every head, so that averages over heads stay in the item.
@@ -500,9 +564,9 @@ static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& ite
   T scales[kBlockRows];
   for (std::int64_t h = 0; h < call.problem->heads; ++h) {
     for (std::int64_t i = 0; i < count; ++i) {
-      begin_rows<T>(call, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
+      begin_rows<T>(plan, scratch.padded_dv, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
     }
-    forward_rows<T>(plan, scratch, item.n, h / call.problem->heads_per_kv_head(), count);
+    forward_rows<T>(plan, scratch, item, h / call.problem->heads_per_kv_head(), count);
     for (std::int64_t i = 0; i < count; ++i) {
       finish_rows<T>(plan, scratch, scratch.states[i], scales);
       fold_weights<T>(plan, scratch, i, scales, h == 0);
@@ -526,6 +590,35 @@ static void forward_item(const ForwardPlan& plan, const ForwardItem& item, std::
   } else {
     forward_with_weights<T>(plan, item, scratch);
   }
+}
+
+/// Merges the splits of one head's rows, first split first, and writes the rows.
+template <typename T>
+static void merge_splits(const ForwardPlan& plan, std::int64_t n, std::int64_t h, std::byte* base) {
+  ForwardScratch<T> scratch;
+  scratch.carve(plan, base);
+  const T unit = static_cast<T>(plan.call.unit);
+  RowState<T>& state = scratch.states[0];
+  begin_rows<T>(plan, scratch.padded_dv, row_block(plan.call, n, h, 0), state);
+  for (std::int64_t split = 0; split < plan.key_splits; ++split) {
+    const SplitState<T> saved(plan, n, h, split);
+    for (std::int64_t row = 0; row < state.block.rows; ++row) {
+      const T largest = saved.row_max[row] > state.row_max[row] ? saved.row_max[row] : state.row_max[row];
+      const T reference = largest == kMinusInfinity<T> ? T{0} : largest;
+      const Vec<T> old_factor = broadcast<T>(exp2_difference<T>(state.row_max[row], reference, unit));
+      const Vec<T> new_factor = broadcast<T>(exp2_difference<T>(saved.row_max[row], reference, unit));
+      const auto merge = [&](T* into, const T* from, std::int64_t count) {
+        for (std::int64_t i = 0; i < count; i += kLanes<T>) {
+          store<T>(into + i, load<T>(into + i) * old_factor + load<T>(from + i) * new_factor);
+        }
+      };
+      state.row_max[row] = largest;
+      merge(state.sums + row * kLanes<T>, saved.sums + row * kLanes<T>, kLanes<T>);
+      merge(state.output + row * scratch.padded_dv, saved.output + row * scratch.padded_dv, scratch.padded_dv);
+    }
+  }
+  T scales[kBlockRows];
+  finish_rows<T>(plan, scratch, state, scales);
 }
 
 }  // namespace fused_mha::cpu::FUSED_MHA_ISA

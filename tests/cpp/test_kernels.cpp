@@ -179,8 +179,9 @@ void check_case(const Case& c) {
   const ForwardResult averaged = run_forward(*p, WeightsMode::kAveraged);
   const ForwardResult per_head = run_forward(*p, WeightsMode::kPerHead, 2);
   CHECK(relative_error(plain.output, expected.output) <= kForwardEpsilons * epsilon);
-  CHECK(plain.output.storage == averaged.output.storage);
-  CHECK(plain.output.storage == per_head.output.storage);
+  CHECK(averaged.output.storage == per_head.output.storage);
+  // Without weights the keys of few rows are split over threads, which changes the order of sums.
+  if (c.L > 4) CHECK(plain.output.storage == averaged.output.storage);
   CHECK(relative_error(averaged.weights, average) <= kForwardEpsilons * epsilon);
   CHECK(relative_error(per_head.weights, expected.weights) <= kForwardEpsilons * epsilon);
 
@@ -270,6 +271,22 @@ TEST_CASE("long rows over many steps agree with the reference") {
     c.padding = Padding::kScattered;
     c.is_causal = true;
     check_case(c);
+  }
+}
+
+TEST_CASE("few rows over many keys agree with the reference") {
+  for (const cpu::Isa isa : cpu::supported_isas()) {
+    const IsaGuard guard(isa);
+    INFO("instruction set " << cpu::isa_name(isa));
+    for (const std::int64_t rows : {1, 2, 3, 4}) {
+      for (const Padding padding : {Padding::kNone, Padding::kLeft, Padding::kScattered, Padding::kBiasAndInfinity}) {
+        Case c{.N = 2, .H = 4, .Hkv = 2, .L = rows, .S = 1700, .D = 20, .Dv = 70, .padding = padding};
+        c.dtype = rows == 2 ? DType::kBFloat16 : rows == 3 ? DType::kFloat64 : DType::kFloat32;
+        c.layout = Layout::kHeadsInside;
+        c.dropout_p = rows == 4 ? 0.25 : 0.0;
+        check_case(c);
+      }
+    }
   }
 }
 
