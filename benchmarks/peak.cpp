@@ -112,29 +112,29 @@ void read_bytes(const char* data, std::int64_t bytes) {
 
 #endif
 
-// Seconds from the moment when all threads stand ready until the last has returned from body(thread). Starting threads
-// is not counted.
+// Sum over threads of `work` / seconds of body(thread), all running at once, the caller being thread 0. Each thread is
+// timed by itself, so that starting and joining threads does not count. A pool that spins after its last task, as
+// OpenMP's does, would share the cores: it is given time to go to sleep first.
 template <typename Body>
-double seconds_of(int threads, const Body& body) {
+double rate_of(int threads, double work, const Body& body) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   std::atomic<int> ready{0};
-  std::atomic<bool> go{false};
-  std::vector<Clock::time_point> ends(threads);
+  std::vector<double> rates(threads);
+  const auto run = [&](int t) {
+    ready.fetch_add(1);
+    while (ready.load() < threads) {
+    }
+    const Clock::time_point begin = Clock::now();
+    body(t);
+    rates[t] = work / std::chrono::duration<double>(Clock::now() - begin).count();
+  };
   std::vector<std::thread> workers;
-  for (int t = 0; t < threads; ++t) {
-    workers.emplace_back([&, t] {
-      ready.fetch_add(1);
-      while (!go.load()) std::this_thread::yield();
-      body(t);
-      ends[t] = Clock::now();
-    });
-  }
-  while (ready.load() < threads) std::this_thread::yield();
-  const Clock::time_point begin = Clock::now();
-  go.store(true);
+  for (int t = 1; t < threads; ++t) workers.emplace_back(run, t);
+  run(0);
   for (std::thread& worker : workers) worker.join();
-  Clock::time_point end = begin;
-  for (const Clock::time_point e : ends) end = e > end ? e : end;
-  return std::chrono::duration<double>(end - begin).count();
+  double sum = 0;
+  for (const double rate : rates) sum += rate;
+  return sum;
 }
 
 }  // namespace
@@ -148,8 +148,8 @@ const char* instructions(int kind) { return find_loop(kind).name; }
 double multiply_adds_per_second(int kind, int threads, std::int64_t iterations) {
   const Loop loop = find_loop(kind);
   if (loop.run == nullptr || threads < 1 || iterations < 1) return 0;
-  const double seconds = seconds_of(threads, [&](int) { loop.run(iterations); });
-  return static_cast<double>(loop.multiply_adds) * static_cast<double>(iterations) * threads / seconds;
+  const double work = static_cast<double>(loop.multiply_adds) * static_cast<double>(iterations);
+  return rate_of(threads, work, [&](int) { loop.run(iterations); });
 }
 
 // Reads data[0, bytes) once, each thread its own part.
@@ -157,8 +157,7 @@ double bytes_per_second(const char* data, std::int64_t bytes, int threads) {
   if (threads < 1) return 0;
   const std::int64_t part = bytes / threads / 256 * 256;
   if (part == 0) return 0;
-  const double seconds = seconds_of(threads, [&](int t) { read_bytes(data + t * part, part); });
-  return static_cast<double>(part) * threads / seconds;
+  return rate_of(threads, static_cast<double>(part), [&](int t) { read_bytes(data + t * part, part); });
 }
 
 }  // extern "C"

@@ -45,7 +45,7 @@ class Setup:
     band: int = 64  # a token sees this many tokens to each side
     dropout: float = 0.1
     batch: int = 16
-    steps: int = 150
+    steps: int = 120
     learning_rate: float = 3e-3
     seed: int = 0
 
