@@ -54,7 +54,7 @@ test-package: build $(STAMPS)/test
 
 lint: build $(STAMPS)/lint
 	scripts/check_layers.sh
-	clang-format --dry-run -Werror $(CPP_FILES)
+	@echo clang-format; clang-format --dry-run -Werror $(CPP_FILES)
 	ruff check .
 	ruff format --check .
 	mypy

@@ -76,7 +76,6 @@ MaskPlan::MaskPlan(const AttentionProblem& problem, const Parallel& parallel)
     : masked_keys_(problem.masked_keys()), is_causal_(problem.is_causal) {
   find_kept_keys(problem, parallel);
   classify_attn_mask(problem, parallel);
-  rows_differ_ = is_causal_ || (problem.attn_mask && problem.attn_mask.strides[2] != 0);
 }
 
 void MaskPlan::find_kept_keys(const AttentionProblem& problem, const Parallel& parallel) {

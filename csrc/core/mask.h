@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Who sees whom. The one place that knows what key_padding_mask, attn_mask, causality and always-visible keys mean;
-// loop bounds and element masks both come from here, so they cannot disagree.
+// Who sees whom. What key_padding_mask, attn_mask, causality and always-visible keys mean: element by element
+// (mask_sum, which the kernels' vectors are tested against), and by tile, where the kernels' loop bounds come from.
 //
 //   bool True = float -inf = hidden; any other float is added to the scaled score; is_causal hides s > l; the last
 //   always_visible_keys keys are outside all of it.
@@ -78,9 +78,6 @@ class MaskPlan {
   /// Whether a finite key_padding_mask adds something to some score.
   FUSED_MHA_INLINE bool has_padding_bias() const { return has_padding_bias_; }
 
-  /// Whether two rows of one head may see different keys.
-  FUSED_MHA_INLINE bool rows_differ() const { return rows_differ_; }
-
   /// Class of the tile of query rows [row_begin, row_end), all inside one tile of the row grid, and at most
   /// kMaskTileKeys keys.
   FUSED_MHA_INLINE TileClass tile_class(std::int64_t n, std::int64_t h, std::int64_t row_begin, std::int64_t row_end,
@@ -143,7 +140,6 @@ class MaskPlan {
   bool is_causal_ = false;
   bool padding_is_shared_ = true;
   bool has_padding_bias_ = false;
-  bool rows_differ_ = false;
 };
 
 }  // namespace fused_mha::core

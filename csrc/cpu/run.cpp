@@ -266,10 +266,14 @@ std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
   return dearest_first(std::move(items));
 }
 
+/// Each split holds sums of the size of grad_query. Grouped heads make few (n, kv_head) pairs of many rows: beyond four
+/// splits their sums would outgrow everything else.
 std::int64_t choose_key_splits(const AttentionProblem& problem) {
   const std::int64_t heads = std::max<std::int64_t>(problem.batch * problem.kv_heads, 1);
+  const std::int64_t most =
+      std::max<std::int64_t>(4, kWorkParts / std::max<std::int64_t>(problem.batch * problem.heads, 1));
   const std::int64_t steps = ceil_div(problem.key_length, kBackwardKeys);
-  return std::clamp(std::min(kWorkParts / heads, steps / kMinStepsPerSplit), std::int64_t{1},
+  return std::clamp(std::min({most, kWorkParts / heads, steps / kMinStepsPerSplit}), std::int64_t{1},
                     std::max<std::int64_t>(steps, 1));
 }
 

@@ -307,7 +307,7 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
       }
     }
   }
-  if (tile.mask->any_mixed && (rows.not_finite || keys.keys_not_finite)) {
+  if ((tile.mask->any_mixed || tile.mask->any_hidden) && (rows.not_finite || keys.keys_not_finite)) {
     accumulate_visible_grads<T>(sizes, rows, keys, tile);
   } else {
     const KeyHull hull = visible_hull(*tile.mask);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // One or a few query rows, as in decoding: every key and value is used a few times only, so nothing is packed.
+// Shapes as in core/problem.h with L <= kFewRows; sums in T; keys in hidden groups are skipped, hidden keys of mixed
+// groups never meet a value.
 //
 //   score[row][key] = q . k          along D, keys read where they lie; a vector of keys is summed up at once
 //   output[row][:] += P[row][key] v  values read where they lie
@@ -60,7 +62,8 @@ static void few_scores(const Storage* base, const Matrix& from, const KeySpan& k
 template <typename T, int kRows, int kVectors, typename Storage>
 FUSED_MHA_INLINE void few_outputs_tile(const Storage* base, const Matrix& from, const KeySpan& keys,
                                        std::int64_t columns, std::int64_t column, std::int64_t padded,
-                                       const TileMask<kForwardKeys>& mask, const T* weights, T* output) {
+                                       const TileMask<kForwardKeys>& mask, std::int64_t rows, const T* weights,
+                                       T* output) {
   Vec<T> sums[kRows][kVectors];
   for (int row = 0; row < kRows; ++row) {
     for (int v = 0; v < kVectors; ++v) sums[row][v] = load<T>(output + row * padded + column + v * kLanes<T>);
@@ -76,7 +79,7 @@ FUSED_MHA_INLINE void few_outputs_tile(const Storage* base, const Matrix& from, 
     }
     for (int row = 0; row < kRows; ++row) {
       // A hidden value may be NaN: a weight of 0 must not meet it.
-      if (mask.is_mixed(key / kGroupKeys) && !mask.sees(row, key)) continue;
+      if (row < rows && mask.is_mixed(key / kGroupKeys) && !mask.sees(row, key)) continue;
       const Vec<T> weight = broadcast<T>(weights[row * kForwardKeys + key]);
       for (int v = 0; v < kVectors; ++v) sums[row][v] = fma(weight, part[v], sums[row][v]);
     }
@@ -88,14 +91,15 @@ FUSED_MHA_INLINE void few_outputs_tile(const Storage* base, const Matrix& from, 
 
 template <typename T, int kRows, typename Storage>
 static void few_outputs(const Storage* base, const Matrix& from, const KeySpan& keys, std::int64_t columns,
-                        std::int64_t padded, const TileMask<kForwardKeys>& mask, const T* weights, T* output) {
+                        std::int64_t padded, const TileMask<kForwardKeys>& mask, std::int64_t rows, const T* weights,
+                        T* output) {
   constexpr int kVectors = 4;
   std::int64_t column = 0;
   for (; column + kVectors * kLanes<T> <= padded; column += kVectors * kLanes<T>) {
-    few_outputs_tile<T, kRows, kVectors>(base, from, keys, columns, column, padded, mask, weights, output);
+    few_outputs_tile<T, kRows, kVectors>(base, from, keys, columns, column, padded, mask, rows, weights, output);
   }
   for (; column < padded; column += kLanes<T>) {
-    few_outputs_tile<T, kRows, 1>(base, from, keys, columns, column, padded, mask, weights, output);
+    few_outputs_tile<T, kRows, 1>(base, from, keys, columns, column, padded, mask, rows, weights, output);
   }
 }
 
@@ -144,7 +148,8 @@ static void accumulate_few_rows(const CallConstants& call, const RowBlock& block
   const Matrix from = matrix_of(problem.value, block.n, block.h / problem.heads_per_kv_head());
   with_few_rows(block.rows, [&](auto rows) {
     with_storage<T>(from.data, from.dtype, [&](const auto* base) {
-      few_outputs<T, decltype(rows)::value>(base, from, keys, problem.value_dim, padded_dv, mask, weights, output);
+      few_outputs<T, decltype(rows)::value>(base, from, keys, problem.value_dim, padded_dv, mask, block.rows, weights,
+                                            output);
     });
   });
 }

@@ -367,10 +367,14 @@ FUSED_MHA_INLINE std::int64_t forward_step(const KeySpan& kept, std::int64_t beg
 template <typename T>
 static T row_scale(const CallConstants& call, const RowBlock& block, std::int64_t row, T row_max, T row_sum) {
   if (row_max == kMinusInfinity<T> && row_sum == T{0}) {
-    const core::AttentionProblem& problem = *call.problem;
-    for (std::int64_t s = 0; s < problem.key_length; ++s) {
-      if (core::is_visible(problem, block.n, block.h, block.row_begin + row, s)) {
-        return std::numeric_limits<T>::quiet_NaN();
+    const KeySpan& kept = call.masks->kept_keys(block.n);
+    const std::int64_t l = block.row_begin + row;
+    for (std::int64_t begin = 0; begin < kept.count; begin += kGroupKeys) {
+      const std::int64_t left = kept.count - begin;
+      const KeySpan part = kept.part(begin, left < kGroupKeys ? left : kGroupKeys);
+      if (call.masks->tile_class(block.n, block.h, l, l + 1, part) == core::TileClass::kHidden) continue;
+      for (std::int64_t i = 0; i < part.count; ++i) {
+        if (core::is_visible(*call.problem, block.n, block.h, l, part[i])) return std::numeric_limits<T>::quiet_NaN();
       }
     }
     return T{0};
@@ -397,7 +401,8 @@ static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T>& scratc
                  output.offset(block.n, block.h, l, 0));
     const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + l;
     row_max[statistic] = state.row_max[row];
-    row_sum[statistic] = sum;
+    // A row whose visible scores are all -inf has no weights: the backward pass must see that, too.
+    row_sum[statistic] = scales[row] != scales[row] ? scales[row] : sum;
   }
 }
 

@@ -77,8 +77,12 @@ static void add_weight_deltas(const BackwardPlan& plan, const BackwardSizes<T>& 
         T added[kGroupKeys];
         load_weight_grads<T>(plan, block, row, group_of(scratch.keys.keys, group), added);
         const T* weights = scratch.tile.weights + row * kBackwardKeys + group * kGroupKeys;
+        const bool mixed = scratch.tile.mask->is_mixed(group);
         for (std::int64_t i = 0; i < kGroupKeys; i += kLanes<T>) {
-          sum = fma(load<T>(weights + i), load<T>(added + i), sum);
+          Vec<T> grad = load<T>(added + i);
+          // A gradient that is not finite must not meet the weight 0 of a hidden key.
+          if (mixed) grad = select<T>(scratch.tile.mask->visible[row][group] >> i, grad, Vec<T>{});
+          sum = fma(load<T>(weights + i), grad, sum);
         }
       }
       deltas[row] += reduce_add<T>(sum);

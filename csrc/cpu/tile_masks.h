@@ -21,12 +21,15 @@ struct TileMask {
   bool reads_attn_mask[kGroups];
   bool any_visible = false;
   bool any_mixed = false;
-  std::uint32_t visible[kBlockRows][kGroups];  // bit per key; written for visible groups of masked tiles only
+  bool any_hidden = false;
+  std::uint32_t visible[kBlockRows][kGroups];  // bit per key; written for mixed groups only
 
   bool is_hidden(std::int64_t group) const { return classes[group] == core::TileClass::kHidden; }
   bool is_mixed(std::int64_t group) const { return classes[group] == core::TileClass::kMixed; }
   bool sees(std::int64_t row, std::int64_t key) const {
-    return ((visible[row][key / kGroupKeys] >> (key % kGroupKeys)) & 1U) != 0;
+    const std::int64_t group = key / kGroupKeys;
+    if (!is_mixed(group)) return !is_hidden(group);
+    return ((visible[row][group] >> (key % kGroupKeys)) & 1U) != 0;
   }
 };
 
@@ -49,6 +52,7 @@ static void classify_tile(const CallConstants& call, const RowBlock& block, cons
                           TileMask<kKeys>& mask) {
   mask.any_visible = false;
   mask.any_mixed = false;
+  mask.any_hidden = false;
   for (std::int64_t group = 0; group < TileMask<kKeys>::kGroups; ++group) {
     const KeySpan part = group_of(keys, group);
     core::TileClass result =
@@ -59,6 +63,7 @@ static void classify_tile(const CallConstants& call, const RowBlock& block, cons
         result == core::TileClass::kMixed && call.masks->attn_mask_matters(block.n, block.h, block.row_begin, part);
     mask.any_visible = mask.any_visible || result != core::TileClass::kHidden;
     mask.any_mixed = mask.any_mixed || result == core::TileClass::kMixed;
+    mask.any_hidden = mask.any_hidden || result == core::TileClass::kHidden;
   }
 }
 
@@ -282,12 +287,7 @@ template <typename T, std::int64_t kKeys>
 static void mask_tile(const CallConstants& call, const RowBlock& block, const KeySpan& keys, const T* key_bias,
                       T* scores, T* best, TileMask<kKeys>& mask) {
   for (std::int64_t index = 0; index < TileMask<kKeys>::kGroups; ++index) {
-    if (!mask.is_mixed(index)) {
-      for (std::int64_t row = 0; row < block.rows; ++row) {
-        mask.visible[row][index] = mask.is_hidden(index) ? 0U : 0xFFFFFFFFU;
-      }
-      continue;
-    }
+    if (!mask.is_mixed(index)) continue;
     const std::int64_t first = index * kGroupKeys;
     const MixedGroup<T> group{group_of(keys, index),
                               key_bias == nullptr ? nullptr : key_bias + first,

@@ -244,6 +244,9 @@ std::string shape_text(c10::SymIntArrayRef sizes) {
 }
 
 void check_given(const char* op, const AttentionArguments& a) {
+  const auto device = a.query.device();
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), at_argument(op, "query"), "must be on the CPU, got ",
+                              device, ". This build has no kernels for ", device.type());
   check_floating(op, "query", a.query);
   check_floating(op, "key", a.key);
   check_floating(op, "value", a.value);

@@ -4,11 +4,13 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <numeric>
 #include <vector>
 
 #include "core/problem.h"
+#include "torch/checks.h"
 
 namespace fused_mha::detail {
 namespace {
@@ -41,6 +43,10 @@ at::Tensor allocate_weights(const AttentionArguments& a) {
   const auto options = a.query.options();
   switch (static_cast<core::WeightsMode>(a.weights_mode)) {
     case core::WeightsMode::kAveraged:
+      // The mean over no heads: no kernel runs to write it.
+      if (sizes_known_equal(a.heads(), 0)) {
+        return at::zeros_symint({a.batch(), a.query_length(), a.key_length()}, options);
+      }
       return at::empty_symint({a.batch(), a.query_length(), a.key_length()}, options);
     case core::WeightsMode::kPerHead:
       return at::empty_symint({a.batch(), a.heads(), a.query_length(), a.key_length()}, options);

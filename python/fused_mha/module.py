@@ -123,6 +123,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 self.batch_first,
             )
             return self.out_proj(context), weights
+        if isinstance(query, torch.fx.Proxy):
+            return _traced_forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         if query.is_nested or key.is_nested or value.is_nested:
             return _nested_forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -256,6 +260,42 @@ def _project_in(
     assert v_weight is not None
     q_bias, k_bias, v_bias = _thirds(bias)
     return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+
+
+def _traced_forward(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """torch.fx records calls without numbers: the way that is right whatever the arguments turn out to be."""
+    in_parameters = (
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.q_proj_weight,
+        module.k_proj_weight,
+        module.v_proj_weight,
+    )
+    results = _projected_op(
+        *_project_in(query, key, value, *in_parameters),
+        module.num_heads,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        module.dropout if module.training else 0.0,
+        key_padding_mask,
+        need_weights,
+        attn_mask,
+        average_attn_weights,
+        is_causal,
+        module.batch_first,
+    )
+    return module.out_proj(results[0]), results[1]
 
 
 def _padded_forward(

@@ -397,3 +397,59 @@ def test_masks_of_other_dtypes_are_refused(name: str, dtype: torch.dtype, device
     mask = torch.zeros((N, S) if name == "key_padding_mask" else (L, S), dtype=dtype, device=device)
     with pytest.raises(TypeError, match=rf"fused_mha::attention: {name} .*bool"):
         ops.attention(*make(device=device).tensors(), **{name: mask})
+
+
+def _aligned_blocks(length: int = 96) -> torch.Tensor:
+    """Hides keys 32 to 63 from the first 48 rows: whole tiles, with no ragged one beside them."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    mask[:48, 32:64] = True
+    return mask
+
+
+def test_nan_in_a_key_hidden_by_whole_tiles_stays_out_of_gradients() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 96, 8) for _ in range(3))
+    key[..., 40, :] = float("nan")
+    query.requires_grad_()
+    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks())
+    (grad,) = torch.autograd.grad(output[..., :48, :].sum(), query)
+    assert grad[..., :48, :].isfinite().all()
+
+
+def test_nan_in_one_rows_gradient_stays_out_of_keys_hidden_from_it() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 96, 8) for _ in range(3))
+    value.requires_grad_()
+    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks())
+    upstream = torch.ones_like(output)
+    upstream[..., 3, :] = float("nan")
+    (grad,) = torch.autograd.grad(output, value, upstream)
+    assert grad[..., 32:64, :].isfinite().all()
+    assert grad[..., :32, :].isnan().all()
+
+
+def test_infinite_weight_gradient_at_a_hidden_key_changes_nothing() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    _, weights = torch.ops.fused_mha.attention_with_weights(query, key, value, attn_mask=mask)
+    upstream = torch.randn_like(weights)
+    expected = torch.autograd.grad(weights, query, upstream, retain_graph=True)[0]
+    upstream[..., mask] = float("inf")
+    (actual,) = torch.autograd.grad(weights, query, upstream)
+    assert torch.equal(actual, expected)
+
+
+def test_visible_scores_that_are_all_minus_infinity_give_nan_in_both_directions() -> None:
+    query = torch.full((1, 1, 1, 2), -1e30, requires_grad=True)
+    key = torch.full((1, 1, 3, 2), 1e30)
+    value = torch.randn(1, 1, 3, 2, requires_grad=True)
+    output = torch.ops.fused_mha.attention(query, key, value)
+    assert output.isnan().all()
+    assert torch.autograd.grad(output.sum(), value)[0].isnan().all()
+
+
+def test_average_over_no_heads_is_zero() -> None:
+    empty = torch.empty(2, 0, 3, 4)
+    _, weights = torch.ops.fused_mha.attention_with_weights(empty, empty, empty)
+    assert torch.equal(weights, torch.zeros(2, 3, 3))

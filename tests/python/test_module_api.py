@@ -410,3 +410,20 @@ def test_nested_tensors_equal_calls_for_each_sequence(training: bool) -> None:
         for found, sequence in zip(output.unbind(), sequences, strict=True):
             expected = module(sequence, sequence, sequence, need_weights=False)[0]
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_symbolic_trace_of_a_replaced_model() -> None:
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = fused_mha.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x, key_padding_mask=padding)[0]
+
+    model = Model()
+    traced = torch.fx.symbolic_trace(model)
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [True, True, True]])
+    torch.testing.assert_close(traced(x, padding), model(x, padding))
