@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <new>
 #include <numbers>
@@ -73,6 +74,7 @@ using Buffer = std::unique_ptr<std::byte, FreeDeleter>;
 Buffer allocate(std::size_t bytes) {
   constexpr std::size_t kAlignment = 64;
   if (bytes == 0) return nullptr;
+  if (bytes > static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max()) - kAlignment) throw std::bad_alloc();
   auto* memory =
       static_cast<std::byte*>(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
   if (memory == nullptr) throw std::bad_alloc();

@@ -219,7 +219,11 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
         p_grad = select<T>(bits, p_grad * dropout_scale, Vec<T>{});
       }
       Vec<T> score_grad = p * (p_grad - delta);
-      if (mixed) score_grad = select<T>(visible >> (v * kLanes<T>), score_grad, Vec<T>{});
+      if (mixed) {
+        // A row that holds NaN is NaN where it sees; what it cannot see stays 0.
+        kept = select<T>(visible >> (v * kLanes<T>), kept, Vec<T>{});
+        score_grad = select<T>(visible >> (v * kLanes<T>), score_grad, Vec<T>{});
+      }
       store<T>(weights + v * kLanes<T>, kept);
       store<T>(score_grads + v * kLanes<T>, score_grad);
     }

@@ -21,19 +21,27 @@
 
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
-/// Carves aligned arrays from an item's scratch, or only adds up their sizes where there is none yet.
+/// Carves aligned arrays from an item's scratch, or only adds up their sizes where there is none yet. A size beyond
+/// what can be counted becomes the largest one, which no allocation grants.
 class Arena {
  public:
   explicit Arena(std::byte* base) : base_(base) {}
   template <typename T>
   T* take(std::int64_t count) {
     const std::size_t begin = used_;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    std::size_t bytes = 0;
+    if (__builtin_mul_overflow(static_cast<std::size_t>(count), sizeof(T), &bytes) ||
+        __builtin_add_overflow(bytes, begin + 63, &used_)) {
+      used_ = kTooLarge;
+    }
+    used_ = used_ / 64 * 64;
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + begin);
   }
   std::size_t used() const { return used_; }
 
  private:
+  static constexpr std::size_t kTooLarge = std::numeric_limits<std::size_t>::max() / 2;
+
   std::byte* base_;
   std::size_t used_ = 0;
 };

@@ -98,6 +98,10 @@ bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   return true;
 }
 
+bool sizes_below(const c10::SymInt& size, std::int64_t limit) {
+  return size.sym_le(limit).expect_true(__FILE__, __LINE__);
+}
+
 bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef target) {
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     if (!sizes_known_equal(sizes[i], 1) && !sizes_equal(sizes[i], target[i])) return false;
@@ -282,6 +286,11 @@ void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank
               shape_text(as_given(a.query.sym_sizes(), rank)));
   TORCH_CHECK(!sizes_known_equal(a.value.sym_size(3), 0), at_argument(op, "value"), "must have Dv >= 1, got shape ",
               shape_text(as_given(a.value.sym_sizes(), rank)));
+  // Scratch is sized by these widths: their products must stay far from what 64 bits count.
+  constexpr std::int64_t kWidest = std::int64_t{1} << 31;
+  TORCH_CHECK(sizes_below(a.query.sym_size(3), kWidest) && sizes_below(a.value.sym_size(3), kWidest),
+              at_argument(op, "query"), "and value must have D and Dv of at most ", kWidest, ", got ",
+              a.query.sym_size(3), " and ", a.value.sym_size(3));
   check_key_padding_mask(op, a, rank);
   check_attn_mask(op, a, rank, given_attn_mask);
 }

@@ -59,6 +59,7 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std
                             std::int64_t query_length, std::int64_t key_length, double dropout_p) {
   check_dropout_mask("dropout_mask", rng_state, {batch, heads, query_length, key_length}, dropout_p);
   auto keep = at::empty({batch, heads, query_length, key_length}, rng_state.options().dtype(at::kBool));
+  if (keep.numel() == 0) return keep;
   core::AttentionProblem problem;
   problem.batch = batch;
   problem.heads = heads;

@@ -26,10 +26,26 @@ core::DType to_dtype(at::ScalarType type) {
 const void* pointer_of(const at::Tensor& tensor, const void* /*kind*/) { return tensor.const_data_ptr(); }
 void* pointer_of(const at::Tensor& tensor, void* /*kind*/) { return tensor.mutable_data_ptr(); }
 
+/// A storage can be freed or shrunk under its tensors; reading them must not crash.
+void check_storage(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  std::int64_t elements = tensor.storage_offset() + 1;
+  bool overflows = false;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    std::int64_t reach = 0;
+    overflows = overflows || __builtin_mul_overflow(tensor.size(dim) - 1, tensor.stride(dim), &reach) ||
+                __builtin_add_overflow(elements, reach, &elements);
+  }
+  const auto held = static_cast<std::int64_t>(tensor.storage().nbytes() / tensor.element_size());
+  TORCH_CHECK(!overflows && elements <= held, "fused_mha: a tensor of shape ", tensor.sizes(),
+              " reaches beyond its storage, which holds ", held, " elements; was the storage freed or resized?");
+}
+
 /// `dims` says which dimension of the tensor each of the view's four is; -1 for one that the tensor lacks. Strides of
 /// size-1 dimensions become 0: they broadcast.
 template <typename ViewType>
 ViewType to_view(const at::Tensor& tensor, std::array<int, 4> dims) {
+  check_storage(tensor);
   ViewType view;
   view.data = pointer_of(tensor, view.data);
   view.dtype = to_dtype(tensor.scalar_type());

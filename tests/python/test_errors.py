@@ -290,3 +290,30 @@ def test_functional_forward_checks_the_module_arguments() -> None:
         ops.multi_head_attention_forward(x, x, x, E, 3, *shared, 0.0, *projection)
     with pytest.raises((ValueError, RuntimeError), match=r"fused_mha::multi_head_attention_forward: dropout_p .*1\.5"):
         ops.multi_head_attention_forward(x, x, x, E, H, *shared, 1.5, *projection)
+
+
+def test_a_freed_storage_is_an_error() -> None:
+    base = torch.randn(4)
+    query = base.as_strided((1, 1, 2, 2), (4, 4, 2, 1))
+    base.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="reaches beyond its storage"):
+        torch.ops.fused_mha.attention(query, torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
+
+
+def test_absurd_widths_are_an_error() -> None:
+    wide = torch.zeros(1).expand(1, 1, 1, 2**62)
+    with pytest.raises(RuntimeError, match="at most"):
+        torch.ops.fused_mha.attention(wide, wide, torch.zeros(1, 1, 1, 1))
+
+
+def test_dropout_mask_of_no_keys_returns_at_once() -> None:
+    state = torch.tensor([1, 2])
+    assert torch.ops.fused_mha.dropout_mask(state, 2**20, 2**20, 2**20, 0, 0.5).numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)])
+def test_backward_of_nothing(shape: tuple[int, ...]) -> None:
+    query = torch.randn(shape, requires_grad=True)
+    torch.ops.fused_mha.attention(query, query, query).sum().backward()
+    assert query.grad is not None
+    assert query.grad.shape == shape

@@ -453,3 +453,15 @@ def test_average_over_no_heads_is_zero() -> None:
     empty = torch.empty(2, 0, 3, 4)
     _, weights = torch.ops.fused_mha.attention_with_weights(empty, empty, empty)
     assert torch.equal(weights, torch.zeros(2, 3, 3))
+
+
+def test_nan_row_gives_no_gradient_to_values_hidden_from_it() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 200, 4)
+    value = torch.randn(1, 1, 200, 4, requires_grad=True)
+    mask = torch.zeros(1, 1, 3, 200)
+    mask[..., 150] = mask[..., 5] = float("-inf")
+    query[0, 0, 0], key[0, 0, 0] = 1e30, 1e30  # a score that overflows: the first row is NaN
+    (grad,) = torch.autograd.grad(torch.ops.fused_mha.attention(query, key, value, attn_mask=mask).sum(), value)
+    assert torch.equal(grad[0, 0, [5, 150]], torch.zeros(2, 4))
+    assert grad[0, 0, 1].isnan().all()
