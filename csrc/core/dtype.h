@@ -85,4 +85,25 @@ FUSED_MHA_INLINE Float16 to_float16(float value) {
   return {static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13))};
 }
 
+/// data[offset] = value, rounded to `dtype`; for bool, whether it is not 0.
+FUSED_MHA_INLINE void store_element(void* data, DType dtype, std::int64_t offset, double value) {
+  switch (dtype) {
+    case DType::kFloat64:
+      static_cast<double*>(data)[offset] = value;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(data)[offset] = static_cast<float>(value);
+      break;
+    case DType::kBFloat16:
+      static_cast<BFloat16*>(data)[offset] = to_bfloat16(static_cast<float>(value));
+      break;
+    case DType::kFloat16:
+      static_cast<Float16*>(data)[offset] = to_float16(static_cast<float>(value));
+      break;
+    case DType::kBool:
+      static_cast<bool*>(data)[offset] = value != 0.0;
+      break;
+  }
+}
+
 }  // namespace fused_mha::core

@@ -51,15 +51,6 @@ FUSED_MHA_INLINE void with_storage(Data* data, DType dtype, const Body& body) {
   }
 }
 
-template <typename T, typename Storage>
-FUSED_MHA_INLINE T element_as(const Storage& element) {
-  if constexpr (std::is_arithmetic_v<Storage>) {
-    return static_cast<T>(element);
-  } else {
-    return static_cast<T>(core::to_float(element));
-  }
-}
-
 /// Up to kLanes<T> elements, zeros behind them.
 template <typename T, typename Storage>
 FUSED_MHA_INLINE Vec<T> load_some(const Storage* from, std::int64_t stride, std::int64_t count) {

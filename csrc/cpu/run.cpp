@@ -296,25 +296,6 @@ void run_query_reduction(const BackwardPlan& plan, const KernelTable& kernels, c
   });
 }
 
-void store_number(const core::MutableView& to, std::int64_t offset, double value) {
-  switch (to.dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(to.data)[offset] = value;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(to.data)[offset] = static_cast<float>(value);
-      break;
-    case DType::kBFloat16:
-      static_cast<core::BFloat16*>(to.data)[offset] = core::to_bfloat16(static_cast<float>(value));
-      break;
-    case DType::kFloat16:
-      static_cast<core::Float16*>(to.data)[offset] = core::to_float16(static_cast<float>(value));
-      break;
-    case DType::kBool:
-      break;
-  }
-}
-
 /// key_padding_mask's gradient: the column sums of all heads, head after head.
 template <typename T>
 void reduce_key_bias(const BackwardPlan& plan) {
@@ -327,7 +308,7 @@ void reduce_key_bias(const BackwardPlan& plan) {
       for (std::int64_t h = 0; h < problem.kv_heads; ++h) {
         sum += partials[(n * problem.kv_heads + h) * problem.key_length + s];
       }
-      store_number(to, to.offset(n, 0, 0, s), static_cast<double>(sum));
+      core::store_element(to.data, to.dtype, to.offset(n, 0, 0, s), static_cast<double>(sum));
     }
   }
 }

@@ -199,33 +199,11 @@ static void store_mask_gradient(const BackwardPlan& plan, const MaskGradientItem
   const core::MutableView& to = plan.outputs.grad_attn_mask;
   const std::int64_t rows = plan.outputs.attn_mask_sizes[2] > 1 ? item.row_end - item.row_begin : 1;
   const std::int64_t keys = plan.outputs.attn_mask_sizes[3] > 1 ? item.key_end - item.key_begin : 1;
-  const auto write = [&]<typename Storage>(Storage* base) {
-    for (std::int64_t row = 0; row < rows; ++row) {
-      const std::int64_t offset = to.offset(item.n, item.h, item.row_begin + row, item.key_begin);
-      for (std::int64_t key = 0; key < keys; ++key) {
-        const T value = sums[row * keys + key];
-        Storage& target = base[offset + key * to.strides[3]];
-        if constexpr (std::is_same_v<Storage, BFloat16>) {
-          target = core::to_bfloat16(static_cast<float>(value));
-        } else if constexpr (std::is_same_v<Storage, Float16>) {
-          target = core::to_float16(static_cast<float>(value));
-        } else {
-          target = static_cast<Storage>(value);
-        }
-      }
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t offset = to.offset(item.n, item.h, item.row_begin + row, item.key_begin);
+    for (std::int64_t key = 0; key < keys; ++key) {
+      core::store_element(to.data, to.dtype, offset + key * to.strides[3], static_cast<double>(sums[row * keys + key]));
     }
-  };
-  switch (to.dtype) {
-    case DType::kFloat64:
-      return write(static_cast<double*>(to.data));
-    case DType::kFloat32:
-      return write(static_cast<float*>(to.data));
-    case DType::kBFloat16:
-      return write(static_cast<BFloat16*>(to.data));
-    case DType::kFloat16:
-      return write(static_cast<Float16*>(to.data));
-    case DType::kBool:
-      return;
   }
 }
 

@@ -124,9 +124,20 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
             return self.out_proj(context), weights
         if isinstance(query, torch.fx.Proxy):
-            return _traced_forward(
-                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            # What is recorded without numbers takes the way that is right whatever the arguments turn out to be.
+            results = _project_and_attend(
+                self,
+                _in_parameters_by_attribute(self),
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
             )
+            return self.out_proj(results[0]), results[1]
         if query.is_nested or key.is_nested or value.is_nested:
             return _nested_forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -186,16 +197,20 @@ def _in_parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
             module.bias_v,
         )
     except KeyError:
-        # Parametrized, pruned or sharded: something else answers for the attribute.
-        return (
-            module.in_proj_weight,
-            module.in_proj_bias,
-            module.q_proj_weight,
-            module.k_proj_weight,
-            module.v_proj_weight,
-            module.bias_k,
-            module.bias_v,
-        )
+        return _in_parameters_by_attribute(module)
+
+
+def _in_parameters_by_attribute(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
+    """The same where something else answers for an attribute: parametrized, pruned, sharded or traced."""
+    return (
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.q_proj_weight,
+        module.k_proj_weight,
+        module.v_proj_weight,
+        module.bias_k,
+        module.bias_v,
+    )
 
 
 def _why_out_proj_is_called(out_proj: nn.Module, in_parameters: tuple[Tensor | None, ...]) -> str:
@@ -262,8 +277,9 @@ def _project_in(
     return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
 
 
-def _traced_forward(
+def _project_and_attend(
     module: nn.MultiheadAttention,
+    in_parameters: tuple[Tensor | None, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -272,20 +288,14 @@ def _traced_forward(
     attn_mask: Tensor | None,
     average_attn_weights: bool,
     is_causal: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """torch.fx records calls without numbers: the way that is right whatever the arguments turn out to be."""
-    in_parameters = (
-        module.in_proj_weight,
-        module.in_proj_bias,
-        module.q_proj_weight,
-        module.k_proj_weight,
-        module.v_proj_weight,
-    )
-    results = _projected_op(
-        *_project_in(query, key, value, *in_parameters),
+) -> Any:
+    """What out_proj is given, and the weights or None. Under torch.fx a proxy of the pair."""
+    in_proj_weight, in_proj_bias, q_weight, k_weight, v_weight, bias_k, bias_v = in_parameters
+    return _projected_op(
+        *_project_in(query, key, value, in_proj_weight, in_proj_bias, q_weight, k_weight, v_weight),
         module.num_heads,
-        module.bias_k,
-        module.bias_v,
+        bias_k,
+        bias_v,
         module.add_zero_attn,
         module.dropout if module.training else 0.0,
         key_padding_mask,
@@ -295,7 +305,6 @@ def _traced_forward(
         is_causal,
         module.batch_first,
     )
-    return module.out_proj(results[0]), results[1]
 
 
 def _padded_forward(
@@ -349,19 +358,17 @@ def _padded_forward(
                 f"fused_mha::MultiheadAttention: query must have width E = {module.embed_dim}, got shape "
                 f"{tuple(query.shape)}"
             )
-        context, weights = _projected_op(
-            *_project_in(query, key, value, *in_parameters[:5]),
-            module.num_heads,
-            bias_k,
-            bias_v,
-            module.add_zero_attn,
-            module.dropout if module.training else 0.0,
+        context, weights = _project_and_attend(
+            module,
+            in_parameters,
+            query,
+            key,
+            value,
             key_padding_mask,
             need_weights,
             attn_mask,
             average_attn_weights,
             is_causal,
-            module.batch_first,
         )
     except (RuntimeError, ValueError) as error:
         if _stock_asserts(module, query, key, value, key_padding_mask, attn_mask):

@@ -14,26 +14,6 @@ using core::DType;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-void store(void* data, DType dtype, std::int64_t offset, double value) {
-  switch (dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(data)[offset] = value;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(data)[offset] = static_cast<float>(value);
-      break;
-    case DType::kBFloat16:
-      static_cast<core::BFloat16*>(data)[offset] = core::to_bfloat16(static_cast<float>(value));
-      break;
-    case DType::kFloat16:
-      static_cast<core::Float16*>(data)[offset] = core::to_float16(static_cast<float>(value));
-      break;
-    case DType::kBool:
-      static_cast<bool*>(data)[offset] = value != 0.0;
-      break;
-  }
-}
-
 double lowest_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
@@ -118,7 +98,7 @@ double Tensor::get(std::int64_t i0, std::int64_t i1, std::int64_t i2, std::int64
 }
 
 void Tensor::set(std::int64_t i0, std::int64_t i1, std::int64_t i2, std::int64_t i3, double value) {
-  store(view.data, view.dtype, view.offset(i0, i1, i2, i3), value);
+  core::store_element(view.data, view.dtype, view.offset(i0, i1, i2, i3), value);
 }
 
 Tensor make_tensor(DType dtype, std::array<std::int64_t, 4> sizes, Layout layout) {

@@ -163,6 +163,15 @@ FUSED_MHA_INLINE VecDouble exp2(VecDouble x) {
   return x < -1022.0 ? VecDouble{} : (x == x ? scaled : x);
 }
 
+template <typename T, typename Storage>
+FUSED_MHA_INLINE T element_as(const Storage& element) {
+  if constexpr (std::is_arithmetic_v<Storage>) {
+    return static_cast<T>(element);
+  } else {
+    return static_cast<T>(core::to_float(element));
+  }
+}
+
 /// kLanes<T> elements of storage type Storage as T.
 template <typename T, typename Storage>
 FUSED_MHA_INLINE Vec<T> load_as(const Storage* from) {
@@ -170,13 +179,7 @@ FUSED_MHA_INLINE Vec<T> load_as(const Storage* from) {
     return load<T>(from);
   } else {
     T lanes[kLanes<T>];
-    for (int lane = 0; lane < kLanes<T>; ++lane) {
-      if constexpr (std::is_arithmetic_v<Storage>) {
-        lanes[lane] = static_cast<T>(from[lane]);
-      } else {
-        lanes[lane] = static_cast<T>(core::to_float(from[lane]));
-      }
-    }
+    for (int lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = element_as<T>(from[lane]);
     return load<T>(lanes);
   }
 }
@@ -205,13 +208,7 @@ FUSED_MHA_INLINE void store_as(Storage* to, Vec<T> value) {
 template <typename T, typename Storage>
 FUSED_MHA_INLINE Vec<T> load_part(const Storage* from, std::int64_t count) {
   T lanes[kLanes<T>] = {};
-  for (std::int64_t lane = 0; lane < count; ++lane) {
-    if constexpr (std::is_arithmetic_v<Storage>) {
-      lanes[lane] = static_cast<T>(from[lane]);
-    } else {
-      lanes[lane] = static_cast<T>(core::to_float(from[lane]));
-    }
-  }
+  for (std::int64_t lane = 0; lane < count; ++lane) lanes[lane] = element_as<T>(from[lane]);
   return load<T>(lanes);
 }
 

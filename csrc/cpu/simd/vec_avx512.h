@@ -10,6 +10,7 @@
 
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
+using portable::element_as;
 using portable::load;
 using portable::store;
 
