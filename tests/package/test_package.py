@@ -48,10 +48,28 @@ def check_consumer(program: Path) -> None:
     assert len(runtimes) == 1, f"more than one OpenMP runtime, or none: {runtimes}"
 
 
+def check_state(program: Path, folder: Path) -> None:
+    """A state saved by the Python module loads in the C++ module and gives the same output."""
+    torch.manual_seed(0)
+    module = fused_mha.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True, kdim=7, vdim=5).eval()
+    inputs = {
+        "x": torch.randn(2, 4, 12),
+        "key": torch.randn(2, 6, 7),
+        "value": torch.randn(2, 6, 5),
+        "padding": torch.tensor([[False] * 6, [True] * 4 + [False] * 2]),
+    }
+    torch.save({**module.state_dict(), **inputs}, folder / "state.pt")
+    printed = run(program, folder / "state.pt", folder / "output.pt")
+    assert f"{len(module.state_dict())} parameters" in printed
+    expected, _ = module(inputs["x"], inputs["key"], inputs["value"], key_padding_mask=inputs["padding"])
+    assert torch.equal(torch.load(folder / "output.pt"), expected)
+
+
 def test_find_package_of_the_installed_python_package(tmp_path: Path) -> None:
     prefix = f"{fused_mha.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
-    build(HERE / "find_package", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}")
+    build(HERE / "find_package", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", "-DLOAD_STATE=ON")
     check_consumer(tmp_path / "consumer")
+    check_state(tmp_path / "load_state", tmp_path)
 
 
 def test_find_package_finds_the_torch_beside_the_package(tmp_path: Path) -> None:
