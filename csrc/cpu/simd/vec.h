@@ -127,15 +127,6 @@ FUSED_MHA_INLINE T reduce_add(Vec<T> value) {
   return lanes[0];
 }
 
-template <typename T>
-FUSED_MHA_INLINE T reduce_max(Vec<T> value) {
-  T lanes[kLanes<T>];
-  std::memcpy(lanes, &value, sizeof(value));
-  T result = lanes[0];
-  for (int lane = 1; lane < kLanes<T>; ++lane) result = result > lanes[lane] ? result : lanes[lane];
-  return result;
-}
-
 /// 2^x. float: at most 2 ulp for x in [-126, 127], 0 below -126; double: at most 2 ulp for x in [-1022, 1023], 0
 /// below. NaN gives NaN, -inf gives 0.
 FUSED_MHA_INLINE VecFloat exp2(VecFloat x) {

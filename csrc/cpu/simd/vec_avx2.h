@@ -15,7 +15,6 @@ using portable::element_as;
 using portable::exp2;
 using portable::load;
 using portable::reduce_add;
-using portable::reduce_max;
 using portable::store;
 
 inline constexpr int kRegisters = 16;

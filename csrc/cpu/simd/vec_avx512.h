@@ -66,15 +66,6 @@ FUSED_MHA_INLINE T reduce_add(Vec<T> value) {
   }
 }
 
-template <typename T>
-FUSED_MHA_INLINE T reduce_max(Vec<T> value) {
-  if constexpr (std::is_same_v<T, float>) {
-    return _mm512_reduce_max_ps(value);
-  } else {
-    return _mm512_reduce_max_pd(value);
-  }
-}
-
 /// As portable::exp2, without its cut below: vscalef rounds into the subnormals and maps -inf to 0.
 FUSED_MHA_INLINE VecFloat exp2(VecFloat x) {
   const VecFloat r = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
