@@ -26,7 +26,9 @@ struct Matrix {
   std::int64_t column_stride = 0;
 };
 
-FUSED_MHA_INLINE Matrix matrix_of(const core::View& view, std::int64_t i0, std::int64_t i1) {
+template <typename Pointer>
+FUSED_MHA_INLINE Matrix matrix_of(const core::BasicView<Pointer>& view, std::int64_t i0, std::int64_t i1) {
+  if (!view) return {};
   const auto* bytes = static_cast<const std::byte*>(view.data);
   return {bytes + view.offset(i0, i1, 0, 0) * static_cast<std::int64_t>(core::size_of(view.dtype)), view.dtype,
           view.strides[2], view.strides[3]};
@@ -60,43 +62,84 @@ FUSED_MHA_INLINE Vec<T> load_some(const Storage* from, std::int64_t stride, std:
   return load<T>(lanes);
 }
 
-/// out[column][kWidth] = factor * rows, transposed; kWidth >= rows.count, zeros behind the last row. Writes up to
-/// kLanes<T> elements beyond the end.
-template <typename T, std::int64_t kWidth, typename Storage>
-static void pack_transposed_from(const Storage* base, const Matrix& from, const KeySpan& rows, std::int64_t columns,
-                                 T factor, T* out) {
-  constexpr std::int64_t kStep = kLanes<T>;
-  const Vec<T> scale = broadcast<T>(factor);
-  for (std::int64_t row = 0; row < kWidth; row += kStep) {
-    for (std::int64_t column = 0; column < columns; column += kStep) {
-      Vec<T> square[kStep];
-      for (std::int64_t i = 0; i < kStep; ++i) {
-        square[i] = row + i < rows.count
-                        ? load_some<T>(base + rows[row + i] * from.row_stride + column * from.column_stride,
-                                       from.column_stride, columns - column)
-                        : Vec<T>{};
-      }
-      transpose<T>(square);
-      const std::int64_t count = columns - column < kStep ? columns - column : kStep;
-      for (std::int64_t j = 0; j < count; ++j) {
-        T* target = out + (column + j) * kWidth + row;
-        if constexpr (kWidth % kStep == 0 || kWidth < kStep) {
-          // Where kWidth < kStep the surplus lands where the next column is written afterwards.
-          store<T>(target, square[j] * scale);
-        } else {
-          T lanes[kStep];
-          store<T>(lanes, square[j] * scale);
-          for (std::int64_t i = 0; i < kStep && row + i < kWidth; ++i) target[i] = lanes[i];
-        }
-      }
-    }
+/// square[j] = column j of the kLanes<T> rows that row(0), row(1), ... point at.
+template <typename T, typename RowPointer>
+FUSED_MHA_INLINE void load_transposed(const RowPointer& row, Vec<T> (&square)[kLanes<T>]) {
+  using Storage = std::remove_cvref_t<decltype(*row(0))>;
+  if constexpr (kHasLoadTransposedFloats && std::is_same_v<T, float> && std::is_same_v<Storage, float>) {
+    load_transposed_floats(row, square);
+  } else {
+    for (std::int64_t i = 0; i < kLanes<T>; ++i) square[i] = load_as<T, Storage>(row(i));
+    transpose<T>(square);
   }
 }
 
+/// pack_transposed for one storage type; in order: rows.positions is null and columns lie side by side.
+template <typename T, std::int64_t kWidth, bool kInOrder, typename Storage>
+static bool pack_transposed_from(const Storage* base, const Matrix& from, const KeySpan& rows, std::int64_t columns,
+                                 T factor, T* out) {
+  constexpr std::int64_t kStep = kLanes<T>;
+  static_assert(kWidth % kStep == 0);
+  const Vec<T> scale = broadcast<T>(factor);
+  Vec<T> probe{};  // stays 0 while everything is finite: inf * 0 and NaN * 0 are NaN
+  for (std::int64_t first = 0; first < kWidth; first += kStep) {
+    const std::int64_t height = rows.count - first;
+    for (std::int64_t column = 0; column < columns; column += kStep) {
+      const std::int64_t width = columns - column < kStep ? columns - column : kStep;
+      Vec<T> square[kStep];
+      if (kInOrder && height >= kStep && width == kStep) {
+        const Storage* corner = base + rows[first] * from.row_stride + column;
+        load_transposed<T>([&](std::int64_t i) { return corner + i * from.row_stride; }, square);
+      } else {
+        for (std::int64_t i = 0; i < kStep; ++i) {
+          square[i] = i < height ? load_some<T>(base + rows[first + i] * from.row_stride + column * from.column_stride,
+                                                from.column_stride, width)
+                                 : Vec<T>{};
+        }
+        transpose<T>(square);
+      }
+      T* target = out + column * kWidth + first;
+      for (std::int64_t j = 0; j < width; ++j) {
+        probe = fma(square[j], Vec<T>{}, probe);
+        store<T>(target + j * kWidth, square[j] * scale);
+      }
+    }
+  }
+  const T sum = reduce_add<T>(probe);
+  return sum != sum;
+}
+
+/// out[column][kWidth] = factor * rows, transposed; kWidth >= rows.count, zeros behind the last row. Returns whether
+/// any element is NaN or infinite.
 template <typename T, std::int64_t kWidth>
-static void pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
-  with_storage<T>(from.data, from.dtype,
-                  [&](const auto* base) { pack_transposed_from<T, kWidth>(base, from, rows, columns, factor, out); });
+static bool pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
+  bool not_finite = false;
+  with_storage<T>(from.data, from.dtype, [&](const auto* base) {
+    not_finite = rows.positions == nullptr && from.column_stride == 1
+                     ? pack_transposed_from<T, kWidth, true>(base, from, rows, columns, factor, out)
+                     : pack_transposed_from<T, kWidth, false>(base, from, rows, columns, factor, out);
+  });
+  return not_finite;
+}
+
+/// The rows as the register tiles want their right operand, if they lie so in memory: whole aligned vectors, one row
+/// behind the other. Rows further apart would fall on few lines of the L1 cache. Null where they have to be packed.
+template <typename T>
+FUSED_MHA_INLINE const T* rows_in_place(const Matrix& from, const KeySpan& rows, std::int64_t columns) {
+  const bool same_type = from.dtype == (std::is_same_v<T, double> ? DType::kFloat64 : DType::kFloat32);
+  if (!same_type || from.column_stride != 1 || from.row_stride != columns || rows.positions != nullptr) return nullptr;
+  const T* first = static_cast<const T*>(from.data) + rows.first * columns;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(first) % kVectorBytes == 0 && columns % kLanes<T> == 0;
+  return aligned ? first : nullptr;
+}
+
+/// Whether any of `count` elements, a multiple of the vector length, is NaN or infinite.
+template <typename T>
+static bool any_not_finite(const T* elements, std::int64_t count) {
+  Vec<T> probe{};
+  for (std::int64_t i = 0; i < count; i += kLanes<T>) probe = fma(load<T>(elements + i), Vec<T>{}, probe);
+  const T sum = reduce_add<T>(probe);
+  return sum != sum;
 }
 
 /// out[row][padded] = factor * rows, zeros behind the last column, and zero rows up to `padded_rows`. Returns whether
@@ -105,7 +148,7 @@ template <typename T>
 static bool pack_rows(const Matrix& from, const KeySpan& rows, std::int64_t columns, std::int64_t padded,
                       std::int64_t padded_rows, T factor, T* out) {
   const Vec<T> scale = broadcast<T>(factor);
-  Vec<T> probe{};  // stays 0 while everything is finite: inf * 0 and NaN * 0 are NaN
+  Vec<T> probe{};  // as above
   with_storage<T>(from.data, from.dtype, [&](const auto* base) {
     for (std::int64_t row = 0; row < rows.count; ++row) {
       const auto* source = base + rows[row] * from.row_stride;
@@ -122,29 +165,42 @@ static bool pack_rows(const Matrix& from, const KeySpan& rows, std::int64_t colu
   return sum != sum;
 }
 
+template <typename T, typename Storage>
+FUSED_MHA_INLINE void store_row_as(const T* from, std::int64_t columns, T factor, Storage* target,
+                                   std::int64_t stride) {
+  std::int64_t column = 0;
+  if (stride == 1) {
+    for (; column + kLanes<T> <= columns; column += kLanes<T>) {
+      store_as<T, Storage>(target + column, load<T>(from + column) * factor);
+    }
+    if (column < columns) {
+      store_part<T, Storage>(target + column, load_part<T, T>(from + column, columns - column) * factor,
+                             columns - column);
+    }
+    return;
+  }
+  Storage rounded[kLanes<T>];
+  for (; column < columns; column += kLanes<T>) {
+    const std::int64_t count = columns - column < kLanes<T> ? columns - column : kLanes<T>;
+    store_as<T, Storage>(rounded, load_some<T, T>(from + column, 1, count) * factor);
+    for (std::int64_t i = 0; i < count; ++i) target[(column + i) * stride] = rounded[i];
+  }
+}
+
 /// One row of `columns` results, times factor, into a strided row of the output's dtype.
 template <typename T>
 static void store_row(const T* from, std::int64_t columns, T factor, const core::MutableView& to, std::int64_t offset) {
-  const std::int64_t stride = to.strides[3];
+  with_storage<T>(to.data, to.dtype,
+                  [&](auto* base) { store_row_as<T>(from, columns, factor, base + offset, to.strides[3]); });
+}
+
+/// `rows` rows that lie `ld` apart, row i times factor(i), to rows `offset`, `offset + to.strides[2]`, ...
+template <typename T, typename Factor>
+static void store_rows(const T* from, std::int64_t ld, std::int64_t rows, std::int64_t columns, const Factor& factor,
+                       const core::MutableView& to, std::int64_t offset) {
   with_storage<T>(to.data, to.dtype, [&](auto* base) {
-    auto* target = base + offset;
-    using Storage = std::remove_pointer_t<decltype(target)>;
-    std::int64_t column = 0;
-    if (stride == 1) {
-      for (; column + kLanes<T> <= columns; column += kLanes<T>) {
-        store_as<T, Storage>(target + column, load<T>(from + column) * factor);
-      }
-      if (column < columns) {
-        store_part<T, Storage>(target + column, load_part<T, T>(from + column, columns - column) * factor,
-                               columns - column);
-      }
-      return;
-    }
-    Storage rounded[kLanes<T>];
-    for (; column < columns; column += kLanes<T>) {
-      const std::int64_t count = columns - column < kLanes<T> ? columns - column : kLanes<T>;
-      store_as<T, Storage>(rounded, load_some<T, T>(from + column, 1, count) * factor);
-      for (std::int64_t i = 0; i < count; ++i) target[(column + i) * stride] = rounded[i];
+    for (std::int64_t row = 0; row < rows; ++row) {
+      store_row_as<T>(from + row * ld, columns, factor(row), base + offset + row * to.strides[2], to.strides[3]);
     }
   });
 }

@@ -101,13 +101,14 @@ struct MaskGradientItem {
 /// One instruction set's kernels for one accumulation type.
 struct KernelTable {
   std::size_t (*forward_scratch)(const ForwardPlan&);
-  void (*forward)(const ForwardPlan&, const ForwardItem&, std::byte* scratch);
+  // `next`: the item that the caller expects to work on after this one; its memory is asked for beforehand.
+  void (*forward)(const ForwardPlan&, const ForwardItem&, const ForwardItem& next, std::byte* scratch);
   std::size_t (*split_state_elements)(const ForwardPlan&);  // of one (n, h, split)
   void (*merge_splits)(const ForwardPlan&, std::int64_t n, std::int64_t h, std::byte* scratch);
   std::size_t (*delta_scratch)(const BackwardPlan&);
   void (*delta)(const BackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block, std::byte* scratch);
   std::size_t (*backward_scratch)(const BackwardPlan&);
-  void (*backward)(const BackwardPlan&, const BackwardItem&, std::byte* scratch);
+  void (*backward)(const BackwardPlan&, const BackwardItem&, const BackwardItem& next, std::byte* scratch);
   std::size_t (*partial_row_elements)(const BackwardPlan&);  // padded D
   void (*reduce_query)(const BackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block);
   std::size_t (*mask_gradient_scratch)(const BackwardPlan&);

@@ -204,6 +204,13 @@ std::vector<Costed<Item>> dearest_first(std::vector<Costed<Item>> items) {
   return items;
 }
 
+/// The item that a worker will most likely get after items[index].
+template <typename Item>
+const Item& after(const std::vector<Costed<Item>>& items, std::int64_t index, const Parallel& parallel) {
+  const std::int64_t next = index + std::max(parallel.threads, 1);
+  return items[std::min(static_cast<std::size_t>(next), items.size() - 1)].item;
+}
+
 /// Parts that few rows' keys are split into: enough for many threads, none shorter than kMinKeysPerSplit.
 std::int64_t choose_forward_splits(const ForwardPlan& plan) {
   const AttentionProblem& problem = *plan.call.problem;
@@ -353,7 +360,7 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
   const std::vector<Costed<ForwardItem>> items = forward_items(plan);
   for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.forward_scratch(plan),
                 [&](std::int64_t i, std::byte* memory) {
-                  kernels.forward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                  kernels.forward(plan, items[static_cast<std::size_t>(i)].item, after(items, i, schedule), memory);
                 });
   if (plan.key_splits > 1) {
     for_each_item(schedule, problem.batch * problem.heads, kernels.forward_scratch(plan),
@@ -391,7 +398,7 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
     const std::vector<Costed<BackwardItem>> items = backward_items(plan);
     for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.backward_scratch(plan),
                   [&](std::int64_t i, std::byte* memory) {
-                    kernels.backward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                    kernels.backward(plan, items[static_cast<std::size_t>(i)].item, after(items, i, schedule), memory);
                   });
     if (plan.key_splits > 1 && outputs.grad_query) run_query_reduction(plan, kernels, schedule);
   }

@@ -24,13 +24,15 @@ namespace fused_mha::cpu::FUSED_MHA_ISA {
 template <typename T>
 struct GradRows {
   RowBlock block;
-  T* queries = nullptr;      // [row group][D][kScoreRows], times query_factor
-  T* query_rows = nullptr;   // [kBlockRows][padded D]
-  T* grads = nullptr;        // [row group][Dv][kScoreRows]
-  T* grad_rows = nullptr;    // [kBlockRows][padded Dv]
-  T* query_grad = nullptr;   // [kBlockRows][padded D], sums
-  T row_max[kBlockRows];     // 0 where the row saw nothing
-  T reciprocal[kBlockRows];  // 1 / row_sum, 0 where the row saw nothing
+  T* queries = nullptr;  // [D][kBlockRows], times query_factor
+  T* grads = nullptr;    // [Dv][kBlockRows]
+  T* packed_queries = nullptr;
+  T* packed_grads = nullptr;
+  const T* query_rows = nullptr;  // [rows][padded D]: packed_queries, or the caller's own memory
+  const T* grad_rows = nullptr;   // [rows][padded Dv]: packed_grads, or the caller's own memory
+  T* query_grad = nullptr;        // [kBlockRows][padded D], sums
+  T row_max[kBlockRows];          // 0 where the row saw nothing
+  T reciprocal[kBlockRows];       // 1 / row_sum, 0 where the row saw nothing
   T delta[kBlockRows];
   DropoutGroup dropout[kBlockRows];  // a step of keys ends inside a dropout group: the next one goes on from there
   bool packed = false;
@@ -43,7 +45,8 @@ struct GradKeys {
   KeySpan keys;
   T* keys_transposed = nullptr;    // [group][D][kGroupKeys]
   T* values_transposed = nullptr;  // [group][Dv][kGroupKeys]
-  T* key_rows = nullptr;           // [kBackwardKeys][padded D]
+  T* packed_keys = nullptr;        // [kBackwardKeys][padded D]
+  const T* key_rows = nullptr;     // [keys][padded D]: packed_keys, or the caller's own memory
   T* key_grad = nullptr;           // [kBackwardKeys][padded D]
   T* value_grad = nullptr;         // [kBackwardKeys][padded Dv]
   T* bias_grad = nullptr;          // [kBackwardKeys]
@@ -56,7 +59,7 @@ template <typename T>
 struct GradTile {
   T* weights = nullptr;
   T* score_grads = nullptr;
-  T* best = nullptr;  // what mask_tile wants; not used
+  T* best = nullptr;  // maxima that score_group and mask_tile leave, which nobody needs here
   TileMask<kBackwardKeys>* mask = nullptr;
 };
 
@@ -70,8 +73,8 @@ struct BackwardSizes {
   explicit BackwardSizes(const core::AttentionProblem& problem)
       : padded_d(round_up(problem.head_dim, kLanes<T>)),
         padded_dv(round_up(problem.value_dim, kLanes<T>)),
-        queries(kBlockRows * problem.head_dim + kLanes<T>),
-        grads(kBlockRows * problem.value_dim + kLanes<T>) {}
+        queries(kBlockRows * problem.head_dim),
+        grads(kBlockRows * problem.value_dim) {}
 };
 
 template <typename T>
@@ -80,9 +83,9 @@ static void take_rows(Arena& arena, const BackwardSizes<T>& sizes, bool with_gra
   for (std::int64_t i = 0; i < count; ++i) {
     GradRows<T> carved;
     carved.queries = arena.take<T>(sizes.queries);
-    carved.query_rows = arena.take<T>(kBlockRows * sizes.padded_d);
+    carved.packed_queries = arena.take<T>(kBlockRows * sizes.padded_d);
     carved.grads = arena.take<T>(sizes.grads);
-    carved.grad_rows = arena.take<T>(kBlockRows * sizes.padded_dv);
+    carved.packed_grads = arena.take<T>(kBlockRows * sizes.padded_dv);
     if (with_grad) carved.query_grad = arena.take<T>(kBlockRows * sizes.padded_d);
     if (rows != nullptr) rows[i] = carved;
   }
@@ -92,9 +95,9 @@ template <typename T>
 static GradKeys<T> take_keys(Arena& arena, const CallConstants& call, const BackwardSizes<T>& sizes) {
   const core::AttentionProblem& problem = *call.problem;
   GradKeys<T> keys;
-  keys.keys_transposed = arena.take<T>(kBackwardKeys * problem.head_dim + kLanes<T>);
-  keys.values_transposed = arena.take<T>(kBackwardKeys * problem.value_dim + kLanes<T>);
-  keys.key_rows = arena.take<T>(kBackwardKeys * sizes.padded_d);
+  keys.keys_transposed = arena.take<T>(kBackwardKeys * problem.head_dim);
+  keys.values_transposed = arena.take<T>(kBackwardKeys * problem.value_dim);
+  keys.packed_keys = arena.take<T>(kBackwardKeys * sizes.padded_d);
   keys.key_grad = arena.take<T>(kBackwardKeys * sizes.padded_d);
   keys.value_grad = arena.take<T>(kBackwardKeys * sizes.padded_dv);
   keys.bias_grad = arena.take<T>(kBackwardKeys);
@@ -112,6 +115,15 @@ static GradTile<T> take_tile(Arena& arena) {
   return tile;
 }
 
+/// Rows [rows.count][padded]: in place where they lie so, else packed into `packed`.
+template <typename T>
+static const T* rows_where_they_lie(const Matrix& from, const KeySpan& rows, std::int64_t columns, std::int64_t padded,
+                                    T* packed) {
+  if (const T* in_place = rows_in_place<T>(from, rows, columns)) return in_place;
+  pack_rows<T>(from, rows, columns, padded, rows.count, T{1}, packed);
+  return packed;
+}
+
 template <typename T>
 static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const RowBlock& block,
                            GradRows<T>& rows) {
@@ -120,17 +132,17 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& siz
   const Matrix query = matrix_of(problem.query, block.n, block.h);
   rows.block = block;
   for (DropoutGroup& group : rows.dropout) group.group = -1;
-  pack_row_groups<T>(query, span, problem.head_dim, static_cast<T>(plan.call.query_factor), rows.queries);
-  rows.not_finite = pack_rows<T>(query, span, problem.head_dim, sizes.padded_d, kBlockRows, T{1}, rows.query_rows);
+  rows.not_finite = pack_transposed<T, kBlockRows>(query, span, problem.head_dim,
+                                                   static_cast<T>(plan.call.query_factor), rows.queries);
+  rows.query_rows = rows_where_they_lie<T>(query, span, problem.head_dim, sizes.padded_d, rows.packed_queries);
   if (plan.inputs.grad_output) {
     const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
-    pack_row_groups<T>(grad, span, problem.value_dim, T{1}, rows.grads);
-    const bool not_finite =
-        pack_rows<T>(grad, span, problem.value_dim, sizes.padded_dv, kBlockRows, T{1}, rows.grad_rows);
-    rows.not_finite = rows.not_finite || not_finite;
+    rows.not_finite |= pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads);
+    rows.grad_rows = rows_where_they_lie<T>(grad, span, problem.value_dim, sizes.padded_dv, rows.packed_grads);
   } else {
     for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = T{0};
-    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_dv; ++i) rows.grad_rows[i] = T{0};
+    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_dv; ++i) rows.packed_grads[i] = T{0};
+    rows.grad_rows = rows.packed_grads;
   }
   const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + block.row_begin;
   for (std::int64_t row = 0; row < block.rows; ++row) {
@@ -148,10 +160,9 @@ static void pack_grad_keys(const CallConstants& call, const BackwardSizes<T>& si
                            std::int64_t kv_head, GradKeys<T>& tile) {
   const core::AttentionProblem& problem = *call.problem;
   const Matrix key = matrix_of(problem.key, n, kv_head);
-  pack_key_groups<T>(key, tile.keys, problem.head_dim, tile.keys_transposed);
+  tile.keys_not_finite = pack_key_groups<T>(key, tile.keys, problem.head_dim, tile.keys_transposed);
   pack_key_groups<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, tile.values_transposed);
-  tile.keys_not_finite =
-      pack_rows<T>(key, tile.keys, problem.head_dim, sizes.padded_d, kBackwardKeys, T{1}, tile.key_rows);
+  tile.key_rows = rows_where_they_lie<T>(key, tile.keys, problem.head_dim, sizes.padded_d, tile.packed_keys);
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kBackwardKeys, tile.key_bias);
 }
 
@@ -173,14 +184,14 @@ static void load_weight_grads(const BackwardPlan& plan, const RowBlock& block, s
 /// Scores of the tile's visible groups, masked, into tile.weights.
 template <typename T>
 static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, const GradKeys<T>& keys,
-                            GradTile<T>& tile) {
+                            GradTile<T>& tile, Prefetcher& prefetcher) {
   const std::int64_t depth = call.problem->head_dim;
   const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
   if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
     score_group<T, false, kBackwardKeys>(rows.queries, row_groups, keys.keys_transposed + group * kGroupKeys * depth,
-                                         depth, tile.weights + group * kGroupKeys, tile.best);
+                                         depth, tile.weights + group * kGroupKeys, tile.best, prefetcher);
   }
   if (tile.mask->any_mixed) {
     mask_tile<T, kBackwardKeys>(call, rows.block, keys.keys, keys.key_bias, tile.weights, tile.best, *tile.mask);
@@ -188,7 +199,7 @@ static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, 
 }
 
 /// Z * P and dS of one row, in place of scores and dO V^T.
-template <typename T>
+template <typename T, bool kUnitIsOne>
 FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& rows, std::int64_t row,
                                    const GradKeys<T>& keys, const std::uint32_t* keep, GradTile<T>& tile) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
@@ -210,7 +221,9 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
     const std::uint32_t visible = mixed ? tile.mask->visible[row][group] : 0xFFFFFFFFU;
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      const Vec<T> p = exp2((load<T>(weights + v * kLanes<T>) - reference) * unit) * reciprocal;
+      Vec<T> difference = load<T>(weights + v * kLanes<T>) - reference;
+      if constexpr (!kUnitIsOne) difference = difference * unit;
+      const Vec<T> p = exp2(difference) * reciprocal;
       Vec<T> kept = p;
       Vec<T> p_grad = load<T>(score_grads + v * kLanes<T>);
       if (keep != nullptr) {
@@ -232,11 +245,12 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
 
 /// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
 template <typename T>
-static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys, GradTile<T>& tile) {
+static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys, GradTile<T>& tile,
+                          Prefetcher& prefetcher) {
   const CallConstants& call = plan.call;
   const std::int64_t value_depth = call.problem->value_dim;
   const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
-  score_grad_tile<T>(call, rows, keys, tile);
+  score_grad_tile<T>(call, rows, keys, tile, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) {
       for (std::int64_t row = 0; row < rows.block.rows; ++row) {
@@ -248,7 +262,7 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
     } else {
       score_group<T, false, kBackwardKeys>(rows.grads, row_groups,
                                            keys.values_transposed + group * kGroupKeys * value_depth, value_depth,
-                                           tile.score_grads + group * kGroupKeys, tile.best);
+                                           tile.score_grads + group * kGroupKeys, tile.best, prefetcher);
     }
   }
   for (std::int64_t row = 0; row < rows.block.rows; ++row) {
@@ -257,7 +271,12 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
       dropout_span_bits(call, rows.block.n, rows.block.h, rows.block.row_begin + row, keys.keys, rows.dropout[row],
                         keep);
     }
-    gradient_row<T>(plan, rows, row, keys, call.has_dropout ? keep : nullptr, tile);
+    const std::uint32_t* bits = call.has_dropout ? keep : nullptr;
+    if (call.unit == 1.0) {
+      gradient_row<T, true>(plan, rows, row, keys, bits, tile);
+    } else {
+      gradient_row<T, false>(plan, rows, row, keys, bits, tile);
+    }
   }
 }
 
@@ -320,9 +339,9 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
                                      keys.value_grad + hull.begin * sizes.padded_dv, true);
     rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
                                      rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
-    rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
-                                     keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d, count,
-                                     rows.query_grad, rows.started);
+    rank_update<T, kBackwardKeys, 1>(
+        tile.score_grads + hull.begin, rows.block.rows, keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d,
+        (hull.end < keys.keys.count ? hull.end : keys.keys.count) - hull.begin, rows.query_grad, rows.started);
   }
   rows.started = true;
 }
@@ -403,6 +422,7 @@ struct BackwardScratch {
   GradKeys<T> keys;
   GradTile<T> tile;
   std::int64_t blocks = 0;
+  Prefetcher prefetcher;
 
   std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
     Arena arena(base);
@@ -437,14 +457,47 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
     classify_tile<kBackwardKeys>(call, block, keys.keys, *scratch.tile.mask);
     if (!scratch.tile.mask->any_visible) continue;
     if (!rows.packed) pack_grad_rows<T>(plan, sizes, block, rows);
-    gradient_tile<T>(plan, rows, keys, scratch.tile);
+    gradient_tile<T>(plan, rows, keys, scratch.tile, scratch.prefetcher);
     accumulate_grads<T>(plan, sizes, rows, keys, scratch.tile);
   }
   store_key_grads<T>(plan, sizes, item, keys);
 }
 
+/// What the item that comes after this one will read, and what this one will write.
 template <typename T>
-static void backward_item(const BackwardPlan& plan, const BackwardItem& item, std::byte* base) {
+static void plan_prefetch(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
+                          BackwardScratch<T>& scratch) {
+  const core::AttentionProblem& problem = *plan.call.problem;
+  Prefetcher& prefetcher = scratch.prefetcher;
+  const auto keys_of = [&](const BackwardItem& of) {
+    const KeySpan& kept = plan.call.masks->kept_keys(of.n);
+    const std::int64_t begin = kept.count * of.split / plan.key_splits;
+    return kept.count == 0 ? kept : kept.part(begin, kept.count * (of.split + 1) / plan.key_splits - begin);
+  };
+  const auto add_rows = [&](const auto& view, const BackwardItem& of, std::int64_t columns) {
+    for (std::int64_t i = 0; i < problem.heads_per_kv_head(); ++i) {
+      prefetcher.add(matrix_of(view, of.n, of.kv_head * problem.heads_per_kv_head() + i),
+                     {nullptr, 0, problem.query_length}, columns);
+    }
+  };
+  const KeySpan keys = keys_of(item);
+  prefetcher.add(matrix_of(plan.outputs.grad_key, item.n, item.kv_head), keys, problem.head_dim);
+  prefetcher.add(matrix_of(plan.outputs.grad_value, item.n, item.kv_head), keys, problem.value_dim);
+  if (plan.key_splits == 1) add_rows(plan.outputs.grad_query, item, problem.head_dim);
+  const KeySpan next_keys = keys_of(next);
+  prefetcher.add(matrix_of(problem.key, next.n, next.kv_head), next_keys, problem.head_dim);
+  prefetcher.add(matrix_of(problem.value, next.n, next.kv_head), next_keys, problem.value_dim);
+  if (next.n != item.n || next.kv_head != item.kv_head) {
+    add_rows(problem.query, next, problem.head_dim);
+    add_rows(plan.inputs.grad_output, next, problem.value_dim);
+  }
+  const std::int64_t tiles = (keys.count + kGroupKeys - 1) / kGroupKeys * (kBlockRows / kScoreRows);
+  prefetcher.spread_over(2 * tiles * scratch.blocks);
+}
+
+template <typename T>
+static void backward_item(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
+                          std::byte* base) {
   const CallConstants& call = plan.call;
   const BackwardSizes<T> sizes(*call.problem);
   BackwardScratch<T> scratch;
@@ -454,6 +507,7 @@ static void backward_item(const BackwardPlan& plan, const BackwardItem& item, st
       scratch.rows[i].query_grad = query_partial<T>(plan, sizes, item.n, item.kv_head, item.split, i);
     }
   }
+  plan_prefetch<T>(plan, item, next, scratch);
   if (item.split == 0) store_hidden_key_grads<T>(plan, sizes, item, scratch.keys);
   const KeySpan& kept = call.masks->kept_keys(item.n);
   const std::int64_t steps = (kept.count + kBackwardKeys - 1) / kBackwardKeys;

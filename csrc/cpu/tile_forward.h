@@ -46,21 +46,21 @@ class Arena {
   std::size_t used_ = 0;
 };
 
-/// Packed keys and values of one step.
-template <typename T, std::int64_t kKeys>
+/// Keys and values of one step.
+template <typename T>
 struct KeyTile {
   KeySpan keys;
   T* keys_transposed = nullptr;  // [group][D][kGroupKeys]
-  T* values = nullptr;           // [kKeys][padded Dv]
-  T* key_bias = nullptr;         // [kKeys], null where key_padding_mask adds nothing
-  bool values_not_finite = false;
+  T* packed_values = nullptr;    // [kForwardKeys][padded Dv]
+  const T* values = nullptr;     // [keys][padded Dv]: packed_values, or the caller's own memory
+  T* key_bias = nullptr;         // [kForwardKeys], null where key_padding_mask adds nothing
 };
 
 /// Running state of one block of rows.
 template <typename T>
 struct RowState {
   RowBlock block;
-  T* queries = nullptr;  // [row group][D][kScoreRows], times query_factor
+  T* queries = nullptr;  // [D][kBlockRows], times query_factor
   T* output = nullptr;   // [kBlockRows][padded Dv], unnormalized
   T* row_max = nullptr;  // [kBlockRows]
   T* sums = nullptr;     // [kBlockRows][lanes], lanewise
@@ -82,11 +82,12 @@ struct ForwardScratch {
   std::int64_t padded_dv = 0;
   std::int64_t max_blocks = 0;
   RowState<T>* states = nullptr;
-  KeyTile<T, kForwardKeys> key_tile;
+  KeyTile<T> key_tile;
   T* tile = nullptr;  // [kBlockRows][kForwardKeys]
   T* best = nullptr;  // [kBlockRows][lanes]
   TileMask<kForwardKeys>* mask = nullptr;
   WeightsPanel<T> panel;
+  Prefetcher prefetcher;
 
   std::size_t carve(const ForwardPlan& plan, std::byte* base) {
     const core::AttentionProblem& problem = *plan.call.problem;
@@ -98,8 +99,8 @@ struct ForwardScratch {
     T* outputs = arena.take<T>(max_blocks * kBlockRows * padded_dv);
     T* row_max = arena.take<T>(max_blocks * kBlockRows);
     T* sums = arena.take<T>(max_blocks * kBlockRows * kLanes<T>);
-    key_tile.keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim + kLanes<T>);
-    key_tile.values = arena.take<T>(kForwardKeys * padded_dv);
+    key_tile.keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim);
+    key_tile.packed_values = arena.take<T>(kForwardKeys * padded_dv);
     key_tile.key_bias = plan.call.masks->has_padding_bias() ? arena.take<T>(kForwardKeys) : nullptr;
     tile = arena.take<T>(kBlockRows * kForwardKeys);
     best = arena.take<T>(kBlockRows * kLanes<T>);
@@ -126,24 +127,19 @@ struct ForwardScratch {
   }
 
   static std::int64_t query_elements(const core::AttentionProblem& problem) {
-    return round_up(kBlockRows, kScoreRows) * problem.head_dim + kLanes<T>;
+    return kBlockRows * round_up(problem.head_dim, kLanes<T>);
   }
 };
 
+/// Keys as the score tiles read them; returns whether any element is NaN or infinite.
 template <typename T>
-static void pack_row_groups(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
-  for (std::int64_t begin = 0; begin < rows.count; begin += kScoreRows) {
-    const std::int64_t left = rows.count - begin;
-    pack_transposed<T, kScoreRows>(from, rows.part(begin, left < kScoreRows ? left : kScoreRows), columns, factor,
-                                   out + begin * columns);
-  }
-}
-
-template <typename T>
-static void pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, T* out) {
+static bool pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, T* out) {
+  bool not_finite = false;
   for (std::int64_t group = 0; group * kGroupKeys < keys.count; ++group) {
-    pack_transposed<T, kGroupKeys>(from, group_of(keys, group), columns, T{1}, out + group * kGroupKeys * columns);
+    not_finite |=
+        pack_transposed<T, kGroupKeys>(from, group_of(keys, group), columns, T{1}, out + group * kGroupKeys * columns);
   }
+  return not_finite;
 }
 
 template <typename T>
@@ -158,21 +154,36 @@ static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const Ro
     pack_rows<T>(query, rows, problem.head_dim, round_up(problem.head_dim, kLanes<T>), kFewRows, factor, state.queries);
     for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) state.output[i] = T{0};
   } else {
-    pack_row_groups<T>(query, rows, problem.head_dim, factor, state.queries);
+    pack_transposed<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries);
   }
   for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
 }
 
-template <typename T, std::int64_t kKeys>
+template <typename T>
 static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
-                             KeyTile<T, kKeys>& tile) {
+                             KeyTile<T>& tile) {
   const core::AttentionProblem& problem = *plan.call.problem;
-  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kKeys, tile.key_bias);
+  if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kForwardKeys, tile.key_bias);
   if (plan.few_rows) return;
   pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
-  tile.values_not_finite = pack_rows<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
-                                        round_up(tile.keys.count, kGroupKeys), T{1}, tile.values);
+  const Matrix values = matrix_of(problem.value, n, kv_head);
+  tile.values = rows_in_place<T>(values, tile.keys, problem.value_dim);
+  if (tile.values != nullptr) return;
+  pack_rows<T>(values, tile.keys, problem.value_dim, padded_dv, tile.keys.count, T{1}, tile.packed_values);
+  tile.values = tile.packed_values;
+}
+
+/// One number a row from kLanes<T> rows of a vector each.
+template <typename T, typename Operation>
+FUSED_MHA_INLINE Vec<T> reduce_rows(const T* rows, const Operation& operation) {
+  Vec<T> lanes[kLanes<T>];
+  for (int i = 0; i < kLanes<T>; ++i) lanes[i] = load<T>(rows + i * kLanes<T>);
+  transpose<T>(lanes);
+  for (int width = kLanes<T> / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] = operation(lanes[i], lanes[i + width]);
+  }
+  return lanes[0];
 }
 
 /// exp2(unit (a - b)) for one pair.
@@ -187,14 +198,9 @@ FUSED_MHA_INLINE T exp2_difference(T a, T b, T unit) {
 template <typename T>
 static void update_maxima(RowState<T>& state, std::int64_t padded_dv, T unit, const T* best, T* references) {
   for (std::int64_t first = 0; first < state.block.rows; first += kLanes<T>) {
-    Vec<T> lanes[kLanes<T>];
-    for (int i = 0; i < kLanes<T>; ++i) lanes[i] = load<T>(best + (first + i) * kLanes<T>);
-    transpose<T>(lanes);
-    for (int width = kLanes<T> / 2; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) lanes[i] = max(lanes[i], lanes[i + width]);
-    }
+    const Vec<T> found = reduce_rows<T>(best + first * kLanes<T>, [](Vec<T> a, Vec<T> b) { return max(a, b); });
     const Vec<T> previous = load<T>(state.row_max + first);
-    const Vec<T> largest = max(lanes[0], previous);  // in this order a NaN score leaves the maximum alone
+    const Vec<T> largest = max(found, previous);  // in this order a NaN score leaves the maximum alone
     const Vec<T> nothing = broadcast<T>(kMinusInfinity<T>);
     const Vec<T> reference = select<T>(equal_bits<T>(largest, nothing), Vec<T>{}, largest);
     store<T>(state.row_max + first, largest);
@@ -262,9 +268,9 @@ static void accumulate_visible(const TileMask<kKeys>& mask, const T* weights, st
 }
 
 template <typename T>
-static void accumulate_output(const KeyTile<T, kForwardKeys>& keys, const TileMask<kForwardKeys>& mask,
-                              std::int64_t padded_dv, const T* weights, RowState<T>& state) {
-  if (keys.values_not_finite && mask.any_mixed) {
+static void accumulate_output(const KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv,
+                              const T* weights, RowState<T>& state) {
+  if (mask.any_mixed && any_not_finite<T>(keys.values, keys.keys.count * padded_dv)) {
     if (!state.started) {
       for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
     }
@@ -290,17 +296,17 @@ static void accumulate_output(const KeyTile<T, kForwardKeys>& keys, const TileMa
 
 /// Raw scores of a block against a step's visible groups; lanewise maxima of the free ones go into `best`.
 template <typename T>
-static void score_tile_groups(const KeyTile<T, kForwardKeys>& keys, const RowState<T>& state, std::int64_t depth,
-                              const TileMask<kForwardKeys>& mask, T* tile, T* best) {
+static void score_tile_groups(const KeyTile<T>& keys, const RowState<T>& state, std::int64_t depth,
+                              const TileMask<kForwardKeys>& mask, T* tile, T* best, Prefetcher& prefetcher) {
   const std::int64_t row_groups = (state.block.rows + kScoreRows - 1) / kScoreRows;
   for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
     if (mask.is_hidden(group)) continue;
     const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
     T* scores = tile + group * kGroupKeys;
     if (mask.is_mixed(group)) {
-      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best);
+      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best, prefetcher);
     } else {
-      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best);
+      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best, prefetcher);
     }
   }
 }
@@ -310,7 +316,7 @@ template <typename T, bool kUnitIsOne>
 static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
                          std::int64_t step, std::int64_t first_key) {
   const CallConstants& call = plan.call;
-  const KeyTile<T, kForwardKeys>& keys = scratch.key_tile;
+  const KeyTile<T>& keys = scratch.key_tile;
   TileMask<kForwardKeys>& mask = *scratch.mask;
   RowState<T>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
@@ -319,7 +325,7 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
   if (plan.few_rows) {
     score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
   } else {
-    score_tile_groups<T>(keys, state, call.problem->head_dim, mask, scratch.tile, scratch.best);
+    score_tile_groups<T>(keys, state, call.problem->head_dim, mask, scratch.tile, scratch.best, scratch.prefetcher);
   }
   if (mask.any_mixed) {
     mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
@@ -371,23 +377,20 @@ FUSED_MHA_INLINE std::int64_t forward_step(const KeySpan& kept, std::int64_t beg
   return left < room ? left : room;
 }
 
-/// What a finished row is multiplied by: 0 for a row that sees nothing, NaN where visible scores leave no number.
+/// What a row without sums is multiplied by: 0 if it sees nothing, NaN where visible scores leave no number.
 template <typename T>
-static T row_scale(const CallConstants& call, const RowBlock& block, std::int64_t row, T row_max, T row_sum) {
-  if (row_max == kMinusInfinity<T> && row_sum == T{0}) {
-    const KeySpan& kept = call.masks->kept_keys(block.n);
-    const std::int64_t l = block.row_begin + row;
-    for (std::int64_t begin = 0; begin < kept.count; begin += kGroupKeys) {
-      const std::int64_t left = kept.count - begin;
-      const KeySpan part = kept.part(begin, left < kGroupKeys ? left : kGroupKeys);
-      if (call.masks->tile_class(block.n, block.h, l, l + 1, part) == core::TileClass::kHidden) continue;
-      for (std::int64_t i = 0; i < part.count; ++i) {
-        if (core::is_visible(*call.problem, block.n, block.h, l, part[i])) return std::numeric_limits<T>::quiet_NaN();
-      }
+static T empty_row_scale(const CallConstants& call, const RowBlock& block, std::int64_t row) {
+  const KeySpan& kept = call.masks->kept_keys(block.n);
+  const std::int64_t l = block.row_begin + row;
+  for (std::int64_t begin = 0; begin < kept.count; begin += kGroupKeys) {
+    const std::int64_t left = kept.count - begin;
+    const KeySpan part = kept.part(begin, left < kGroupKeys ? left : kGroupKeys);
+    if (call.masks->tile_class(block.n, block.h, l, l + 1, part) == core::TileClass::kHidden) continue;
+    for (std::int64_t i = 0; i < part.count; ++i) {
+      if (core::is_visible(*call.problem, block.n, block.h, l, part[i])) return std::numeric_limits<T>::quiet_NaN();
     }
-    return T{0};
   }
-  return static_cast<T>(call.dropout_scale) / row_sum;
+  return T{0};
 }
 
 /// Normalizes and writes a block's rows; leaves each row's scale in `scales`.
@@ -396,22 +399,29 @@ static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T>& scratc
   const core::AttentionProblem& problem = *plan.call.problem;
   const RowBlock& block = state.block;
   const core::MutableView& output = plan.outputs.output;
-  auto* row_max = static_cast<T*>(plan.outputs.row_max);
-  auto* row_sum = static_cast<T*>(plan.outputs.row_sum);
+  const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + block.row_begin;
+  T* row_max = static_cast<T*>(plan.outputs.row_max) + statistic;
+  T* row_sum = static_cast<T*>(plan.outputs.row_sum) + statistic;
   if (!state.started) {
     for (std::int64_t i = 0; i < kBlockRows * scratch.padded_dv; ++i) state.output[i] = T{0};
   }
-  for (std::int64_t row = 0; row < block.rows; ++row) {
-    const T sum = reduce_add<T>(load<T>(state.sums + row * kLanes<T>));
-    scales[row] = row_scale<T>(plan.call, block, row, state.row_max[row], sum);
-    const std::int64_t l = block.row_begin + row;
-    store_row<T>(state.output + row * scratch.padded_dv, problem.value_dim, scales[row], output,
-                 output.offset(block.n, block.h, l, 0));
-    const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + l;
-    row_max[statistic] = state.row_max[row];
-    // A row whose visible scores are all -inf has no weights: the backward pass must see that, too.
-    row_sum[statistic] = scales[row] != scales[row] ? scales[row] : sum;
+  T sums[kBlockRows];
+  for (std::int64_t first = 0; first < block.rows; first += kLanes<T>) {
+    const Vec<T> sum = reduce_rows<T>(state.sums + first * kLanes<T>, [](Vec<T> a, Vec<T> b) { return a + b; });
+    store<T>(sums + first, sum);
+    store<T>(scales + first, broadcast<T>(static_cast<T>(plan.call.dropout_scale)) / sum);
   }
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    if (state.row_max[row] == kMinusInfinity<T> && sums[row] == T{0}) {
+      scales[row] = empty_row_scale<T>(plan.call, block, row);
+    }
+    row_max[row] = state.row_max[row];
+    // A row whose visible scores are all -inf has no weights: the backward pass must see that, too.
+    row_sum[row] = scales[row] != scales[row] ? scales[row] : sums[row];
+  }
+  store_rows<T>(
+      state.output, scratch.padded_dv, block.rows, problem.value_dim, [&](std::int64_t row) { return scales[row]; },
+      output, output.offset(block.n, block.h, block.row_begin, 0));
 }
 
 /// Normalized weights of one finished block: into the average, or out to their place.
@@ -494,7 +504,7 @@ static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, co
         skip_tile<T>(scratch, i, step, begin, size);
         continue;
       }
-      if (!prepared) prepare_key_tile<T, kForwardKeys>(plan, item.n, kv_head, scratch.padded_dv, scratch.key_tile);
+      if (!prepared) prepare_key_tile<T>(plan, item.n, kv_head, scratch.padded_dv, scratch.key_tile);
       prepared = true;
       if (call.unit == 1.0) {
         forward_tile<T, true>(plan, scratch, i, step, begin);
@@ -543,6 +553,39 @@ FUSED_MHA_INLINE RowBlock row_block(const CallConstants& call, std::int64_t n, s
   const std::int64_t begin = index * kBlockRows;
   const std::int64_t left = call.problem->query_length - begin;
   return {n, h, begin, left < kBlockRows ? left : kBlockRows};
+}
+
+/// What the item that comes after this one will read, and what this one will write.
+template <typename T>
+static void plan_prefetch(const ForwardPlan& plan, const ForwardItem& item, const ForwardItem& next,
+                          ForwardScratch<T>& scratch) {
+  const CallConstants& call = plan.call;
+  const core::AttentionProblem& problem = *call.problem;
+  const auto add_rows = [&](const auto& view, const ForwardItem& of, std::int64_t columns) {
+    const std::int64_t first_head = of.kv_head * problem.heads_per_kv_head();
+    for (std::int64_t begin = of.block_begin; begin < of.block_end;) {
+      const std::int64_t head = begin / call.blocks_per_head;
+      const std::int64_t head_end = (head + 1) * call.blocks_per_head;
+      const std::int64_t end = of.block_end < head_end ? of.block_end : head_end;
+      const std::int64_t first_row = begin % call.blocks_per_head * kBlockRows;
+      const std::int64_t last_row = (end - head * call.blocks_per_head) * kBlockRows;
+      const std::int64_t row_end = last_row < problem.query_length ? last_row : problem.query_length;
+      scratch.prefetcher.add(matrix_of(view, of.n, first_head + head), {nullptr, first_row, row_end - first_row},
+                             columns);
+      begin = end;
+    }
+  };
+  const KeySpan& kept = call.masks->kept_keys(item.n);
+  add_rows(plan.outputs.output, item, problem.value_dim);
+  const bool same_rows = next.n == item.n && next.kv_head == item.kv_head && next.block_begin == item.block_begin;
+  if (!same_rows) add_rows(problem.query, next, problem.head_dim);
+  if (next.n != item.n || next.kv_head != item.kv_head) {
+    const KeySpan& next_kept = call.masks->kept_keys(next.n);
+    scratch.prefetcher.add(matrix_of(problem.key, next.n, next.kv_head), next_kept, problem.head_dim);
+    scratch.prefetcher.add(matrix_of(problem.value, next.n, next.kv_head), next_kept, problem.value_dim);
+  }
+  const std::int64_t tiles = (kept.count + kGroupKeys - 1) / kGroupKeys * (kBlockRows / kScoreRows);
+  scratch.prefetcher.spread_over(tiles * (item.block_end - item.block_begin));
 }
 
 /// Blocks of the heads that share the item's keys.
@@ -595,10 +638,11 @@ static std::size_t forward_scratch(const ForwardPlan& plan) {
 }
 
 template <typename T>
-static void forward_item(const ForwardPlan& plan, const ForwardItem& item, std::byte* base) {
+static void forward_item(const ForwardPlan& plan, const ForwardItem& item, const ForwardItem& next, std::byte* base) {
   ForwardScratch<T> scratch;
   scratch.carve(plan, base);
   if (plan.outputs.weights_mode == core::WeightsMode::kNone) {
+    plan_prefetch<T>(plan, item, next, scratch);
     forward_without_weights<T>(plan, item, scratch);
   } else {
     forward_with_weights<T>(plan, item, scratch);

@@ -18,6 +18,7 @@ struct DeltaScratch {
   GradRows<T>* rows = nullptr;
   GradKeys<T> keys;
   GradTile<T> tile;
+  Prefetcher prefetcher;  // asks for nothing
 
   std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
     Arena arena(base);
@@ -69,7 +70,7 @@ static void add_weight_deltas(const BackwardPlan& plan, const BackwardSizes<T>& 
     classify_tile<kBackwardKeys>(call, block, scratch.keys.keys, *scratch.tile.mask);
     if (!scratch.tile.mask->any_visible) continue;
     pack_grad_keys<T>(call, sizes, block.n, block.h / call.problem->heads_per_kv_head(), scratch.keys);
-    gradient_tile<T>(plan, rows, scratch.keys, scratch.tile);
+    gradient_tile<T>(plan, rows, scratch.keys, scratch.tile, scratch.prefetcher);
     for (std::int64_t row = 0; row < block.rows; ++row) {
       Vec<T> sum{};
       for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
@@ -111,7 +112,8 @@ struct MaskGradientScratch {
   GradRows<T>* rows = nullptr;
   GradKeys<T> keys;
   GradTile<T> tile;
-  T* sums = nullptr;  // [rows of the item, or 1][keys of the item, or 1]
+  Prefetcher prefetcher;  // asks for nothing
+  T* sums = nullptr;      // [rows of the item, or 1][keys of the item, or 1]
 
   std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
     Arena arena(base);
@@ -187,7 +189,7 @@ static void add_head(const BackwardPlan& plan, const BackwardSizes<T>& sizes, co
       if (!packed) pack_grad_keys<T>(call, sizes, n, h / call.problem->heads_per_kv_head(), scratch.keys);
       packed = true;
       if (!scratch.rows[i].packed) pack_grad_rows<T>(plan, sizes, block, scratch.rows[i]);
-      gradient_tile<T>(plan, scratch.rows[i], scratch.keys, scratch.tile);
+      gradient_tile<T>(plan, scratch.rows[i], scratch.keys, scratch.tile, scratch.prefetcher);
       add_tile<T>(plan, item, scratch.rows[i], scratch.keys.keys, scratch.tile, scratch.sums);
     }
   }

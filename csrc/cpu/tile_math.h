@@ -9,11 +9,12 @@
 #pragma once
 
 #include "cpu/plan.h"
+#include "cpu/prefetch.h"
 
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
-/// One register tile of scores. a: [depth][kScoreRows]; b: [depth][kGroupKeys], pointing at the tile's first column;
-/// out: rows kLd apart. With kTrackMax the lanewise maximum of each row is folded into best[r * lanes].
+/// One register tile of scores. a: [depth][kBlockRows], b: [depth][kGroupKeys], pointing at the tile's first row and
+/// column; out: rows kLd apart. With kTrackMax the lanewise maximum of each row is folded into best[r * lanes].
 template <typename T, bool kTrackMax, std::int64_t kLd>
 FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, std::int64_t depth, T* __restrict out,
                                  T* __restrict best) {
@@ -26,7 +27,7 @@ FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, s
     for (int v = 0; v < kVectors; ++v) columns[v] = load<T>(b + d * kGroupKeys + v * kLanes<T>);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> row = broadcast<T>(a[d * kRows + r]);
+      const Vec<T> row = broadcast<T>(a[d * kBlockRows + r]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(row, columns[v], sums[r][v]);
     }
@@ -47,11 +48,12 @@ FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, s
 /// All rows of a block against one group of keys: out[row][0 .. kGroupKeys).
 template <typename T, bool kTrackMax, std::int64_t kLd>
 [[gnu::noinline]] static void score_group(const T* rows, std::int64_t row_groups, const T* keys, std::int64_t depth,
-                                          T* out, T* best) {
+                                          T* out, T* best, Prefetcher& prefetcher) {
   constexpr std::int64_t kColumns = static_cast<std::int64_t>(kScoreVectors) * kLanes<T>;
   for (std::int64_t column = 0; column < kGroupKeys; column += kColumns) {
     for (std::int64_t group = 0; group < row_groups; ++group) {
-      score_tile<T, kTrackMax, kLd>(rows + group * depth * kScoreRows, keys + column, depth,
+      prefetcher.advance();
+      score_tile<T, kTrackMax, kLd>(rows + group * kScoreRows, keys + column, depth,
                                     out + group * kScoreRows * kLd + column, best + group * kScoreRows * kLanes<T>);
     }
   }

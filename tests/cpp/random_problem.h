@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -32,9 +33,23 @@ struct Case {
 
 std::string describe(const Case& c);
 
+/// Memory that starts where torch's does, so that kernels may read it in place.
+template <typename T>
+struct CacheLineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{64};
+
+  CacheLineAllocator() = default;
+  template <typename U>
+  CacheLineAllocator(const CacheLineAllocator<U>&) {}  // NOLINT(google-explicit-constructor): as allocators convert
+  T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
+  void deallocate(T* memory, std::size_t) { ::operator delete(memory, kAlignment); }
+  friend bool operator==(const CacheLineAllocator&, const CacheLineAllocator&) { return true; }
+};
+
 /// A 4-D tensor that owns its memory.
 struct Tensor {
-  std::vector<std::byte> storage;
+  std::vector<std::byte, CacheLineAllocator<std::byte>> storage;
   std::array<std::int64_t, 4> sizes{};
   core::MutableView view;
 

@@ -224,8 +224,8 @@ Case random_case(std::mt19937& random) {
   c.H = c.Hkv * pick({1, 1, 3});
   c.L = pick({1, 2, 3, 15, 31, 33, 47, 48, 49, 65, 97, 130});
   c.S = pick({1, 2, 3, 15, 31, 32, 33, 65, 95, 96, 97, 128, 130, 260, 300});
-  c.D = pick({1, 3, 5, 8, 16, 20, 33, 64, 80});
-  c.Dv = pick({1, 4, 7, 16, 24, 40, 64, 72, 100, 130});
+  c.D = pick({1, 3, 5, 8, 16, 20, 32, 33, 64, 80});
+  c.Dv = pick({1, 4, 7, 16, 24, 32, 40, 64, 72, 100, 130});
   c.dtype = static_cast<DType>(pick({0, 0, 0, 1, 2, 3}));
   c.layout = static_cast<Layout>(pick({0, 1, 2, 3}));
   c.padding = static_cast<Padding>(pick({0, 1, 2, 3, 4, 5, 6}));

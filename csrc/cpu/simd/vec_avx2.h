@@ -20,6 +20,8 @@ using portable::store;
 inline constexpr int kRegisters = 16;
 inline constexpr int kScoreRows = 6;
 inline constexpr int kScoreVectors = 2;
+/// Whether load_transposed_floats exists.
+inline constexpr bool kHasLoadTransposedFloats = false;
 
 template <typename T>
 FUSED_MHA_INLINE Vec<T> broadcast(T value) {

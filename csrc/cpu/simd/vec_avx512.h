@@ -18,6 +18,8 @@ using portable::store;
 inline constexpr int kRegisters = 32;
 inline constexpr int kScoreRows = 12;
 inline constexpr int kScoreVectors = 2;
+/// Whether load_transposed_floats exists.
+inline constexpr bool kHasLoadTransposedFloats = true;
 
 template <typename T>
 FUSED_MHA_INLINE Vec<T> broadcast(T value) {
@@ -193,6 +195,29 @@ FUSED_MHA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
       rows[c + 2] = _mm512_shuffle_f64x2(high01, high23, 0x88);
       rows[c + 6] = _mm512_shuffle_f64x2(high01, high23, 0xDD);
     }
+  }
+}
+
+/// transpose of the 16 rows that row(0), row(1), ... point at. Inserting quarters as they are loaded halves the
+/// shuffles.
+template <typename RowPointer>
+FUSED_MHA_INLINE void load_transposed_floats(const RowPointer& row, VecFloat (&columns)[16]) {
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    __m512 parts[4];  // parts[r]: four columns of rows r, r + 4, r + 8, r + 12
+    for (int r = 0; r < 4; ++r) {
+      parts[r] = _mm512_zextps128_ps512(_mm_loadu_ps(row(r) + 4 * quarter));
+      parts[r] = _mm512_insertf32x4(parts[r], _mm_loadu_ps(row(4 + r) + 4 * quarter), 1);
+      parts[r] = _mm512_insertf32x4(parts[r], _mm_loadu_ps(row(8 + r) + 4 * quarter), 2);
+      parts[r] = _mm512_insertf32x4(parts[r], _mm_loadu_ps(row(12 + r) + 4 * quarter), 3);
+    }
+    const __m512 low01 = _mm512_unpacklo_ps(parts[0], parts[1]);
+    const __m512 high01 = _mm512_unpackhi_ps(parts[0], parts[1]);
+    const __m512 low23 = _mm512_unpacklo_ps(parts[2], parts[3]);
+    const __m512 high23 = _mm512_unpackhi_ps(parts[2], parts[3]);
+    columns[4 * quarter] = _mm512_shuffle_ps(low01, low23, 0x44);
+    columns[4 * quarter + 1] = _mm512_shuffle_ps(low01, low23, 0xEE);
+    columns[4 * quarter + 2] = _mm512_shuffle_ps(high01, high23, 0x44);
+    columns[4 * quarter + 3] = _mm512_shuffle_ps(high01, high23, 0xEE);
   }
 }
 

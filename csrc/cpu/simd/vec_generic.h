@@ -15,5 +15,7 @@ using namespace portable;  // NOLINT(google-build-using-namespace)
 inline constexpr int kRegisters = 16;
 inline constexpr int kScoreRows = 6;
 inline constexpr int kScoreVectors = 2;
+/// Whether load_transposed_floats exists.
+inline constexpr bool kHasLoadTransposedFloats = false;
 
 }  // namespace fused_mha::cpu::FUSED_MHA_ISA
