@@ -124,12 +124,17 @@ class Scratch {
   std::size_t bytes_;
 };
 
+/// Threads that take part in `count` items, of which there is at least one.
+int worker_count(const Parallel& parallel, std::int64_t count) {
+  return static_cast<int>(std::clamp<std::int64_t>(count, 1, std::max(parallel.threads, 1)));
+}
+
 /// Calls body(index, scratch) for all indices below `count`.
 template <typename Body>
 void for_each_item(const Parallel& parallel, std::int64_t count, std::size_t scratch_bytes, const Body& body) {
   if (count == 0) return;
   std::atomic<std::int64_t> next{0};
-  const auto workers = static_cast<int>(std::clamp<std::int64_t>(count, 1, std::max(parallel.threads, 1)));
+  const int workers = worker_count(parallel, count);
   const auto work = [&](int) {
     std::int64_t index = next++;
     if (index >= count) return;
@@ -286,6 +291,39 @@ std::int64_t choose_key_splits(const AttentionProblem& problem) {
                     std::max<std::int64_t>(steps, 1));
 }
 
+ForwardPlan make_forward_plan(const AttentionProblem& problem, const MaskPlan& masks,
+                              const core::ForwardOutputs& outputs, const Parallel& schedule) {
+  ForwardPlan plan{make_constants(problem, masks), outputs};
+  plan.blocks_per_item = choose_blocks_per_item(plan, schedule);
+  plan.few_rows = problem.query_length <= kFewRows;
+  plan.key_splits = choose_forward_splits(plan);
+  return plan;
+}
+
+void count_tiles(const AttentionProblem& problem, const MaskPlan& masks, ForwardDescription& description) {
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    const core::KeySpan& kept = masks.kept_keys(n);
+    for (std::int64_t h = 0; h < problem.heads; ++h) {
+      for (std::int64_t row = 0; row < problem.query_length; row += kBlockRows) {
+        const std::int64_t row_end = std::min(problem.query_length, row + kBlockRows);
+        for (std::int64_t key = 0; key < kept.count; key += kGroupKeys) {
+          switch (masks.tile_class(n, h, row, row_end, kept.part(key, std::min(kGroupKeys, kept.count - key)))) {
+            case core::TileClass::kHidden:
+              ++description.hidden_tiles;
+              break;
+            case core::TileClass::kFree:
+              ++description.free_tiles;
+              break;
+            case core::TileClass::kMixed:
+              ++description.mixed_tiles;
+              break;
+          }
+        }
+      }
+    }
+  }
+}
+
 void run_deltas(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
   const AttentionProblem& problem = *plan.call.problem;
   const std::int64_t blocks = plan.call.blocks_per_head;
@@ -346,10 +384,7 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
   if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
   const Parallel schedule = schedule_for(problem, parallel);
   const MaskPlan masks(problem, schedule);
-  ForwardPlan plan{make_constants(problem, masks), outputs};
-  plan.blocks_per_item = choose_blocks_per_item(plan, schedule);
-  plan.few_rows = problem.query_length <= kFewRows;
-  plan.key_splits = choose_forward_splits(plan);
+  ForwardPlan plan = make_forward_plan(problem, masks, outputs, schedule);
   const KernelTable& kernels = kernels_for(problem.query.dtype);
   Buffer split_states;
   if (plan.key_splits > 1) {
@@ -368,6 +403,33 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
                     kernels.merge_splits(plan, i / problem.heads, i % problem.heads, memory);
                   });
   }
+}
+
+ForwardDescription describe_forward(const AttentionProblem& problem, core::WeightsMode weights_mode,
+                                    const Parallel& parallel) {
+  ForwardDescription description;
+  description.isa = active_isa();
+  description.few_rows_limit = kFewRows;
+  description.multiply_adds = multiply_adds(problem);
+  description.serial_multiply_adds = kSerialWork;
+  description.all_keys = problem.batch * problem.key_length;
+  description.tile_rows = kBlockRows;
+  description.tile_keys = kGroupKeys;
+  if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return description;
+  const Parallel schedule = schedule_for(problem, parallel);
+  const MaskPlan masks(problem, schedule);
+  core::ForwardOutputs outputs{};
+  outputs.weights_mode = weights_mode;
+  const ForwardPlan plan = make_forward_plan(problem, masks, outputs, schedule);
+  description.few_rows = plan.few_rows;
+  description.key_splits = plan.key_splits;
+  description.work_items = static_cast<std::int64_t>(forward_items(plan).size());
+  description.threads = worker_count(schedule, description.work_items);
+  for (std::int64_t n = 0; n < problem.batch; ++n) description.kept_keys += masks.kept_keys(n).count;
+  description.has_padding_bias = masks.has_padding_bias();
+  count_tiles(problem, masks, description);
+  description.backward_key_splits = choose_key_splits(problem);
+  return description;
 }
 
 void attention_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,

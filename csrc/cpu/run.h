@@ -8,6 +8,8 @@
 // core/problem.h states; nothing is checked here.
 #pragma once
 
+#include <cstdint>
+
 #include "core/parallel.h"
 #include "core/problem.h"
 #include "cpu/isa.h"
@@ -21,6 +23,32 @@ void attention_forward(const core::AttentionProblem& problem, const core::Forwar
 /// Gradients of the above by recomputation of the weights tile by tile (FlashAttention, section 3.2 and appendix B).
 void attention_backward(const core::AttentionProblem& problem, const core::BackwardInputs& inputs,
                         const core::BackwardOutputs& outputs, const core::Parallel& parallel);
+
+/// What attention_forward chooses for a problem, and what the masks leave of it.
+struct ForwardDescription {
+  Isa isa = Isa::kGeneric;
+  bool few_rows = false;              // nothing is packed, keys are read where they lie
+  std::int64_t few_rows_limit = 0;    // rows a head up to which that is so
+  std::int64_t key_splits = 1;        // parts that few rows' keys are split into
+  std::int64_t work_items = 0;        // what threads pull
+  int threads = 1;                    // that take part
+  double multiply_adds = 0.0;         // of the whole problem, as if nothing were hidden
+  double serial_multiply_adds = 0.0;  // below which one thread takes all
+  std::int64_t kept_keys = 0;         // key_padding_mask leaves, of all samples
+  std::int64_t all_keys = 0;          // N * S
+  bool has_padding_bias = false;      // key_padding_mask adds finite numbers
+  std::int64_t tile_rows = 0;         // of a tile of the counts below
+  std::int64_t tile_keys = 0;
+  std::int64_t hidden_tiles = 0;  // skipped
+  std::int64_t free_tiles = 0;    // no mask is read
+  std::int64_t mixed_tiles = 0;   // masks are read element by element
+  std::int64_t backward_key_splits = 1;
+};
+
+/// The description of attention_forward(problem, ..., parallel) with weights returned as `weights_mode` says. Reads the
+/// masks; computes no attention.
+ForwardDescription describe_forward(const core::AttentionProblem& problem, core::WeightsMode weights_mode,
+                                    const core::Parallel& parallel);
 
 /// keep (N, H, L, S) contiguous, one byte an element: what core/dropout.h decides for problem.rng and dropout_p.
 void dropout_mask(const core::AttentionProblem& problem, bool* keep, const core::Parallel& parallel);

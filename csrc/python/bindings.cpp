@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The Python module fused_mha._C: what this build is, and which instruction set the CPU kernels use. Loading it loads
-// libfused_mha.so, which registers the operators; no tensor passes through here.
+// The Python module fused_mha._C: what this build is, which instruction set the CPU kernels use, and what calls chose.
+// Loading it loads libfused_mha.so, which registers the operators; no tensor passes through here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "torch/call_record.h"
 
 namespace py = pybind11;
 
@@ -39,6 +40,8 @@ py::dict build_info() {
   info["torch_version"] = TORCH_VERSION;
   info["compiler"] = compiler_name();
   info["cuda"] = false;
+  info["build_type"] = FUSED_MHA_BUILD_TYPE;
+  info["sanitizers"] = FUSED_MHA_SANITIZERS;
   info["instruction_sets"] = compiled_isas();
   return info;
 }
@@ -49,12 +52,59 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
+py::dict to_dict(const fused_mha::detail::CallRecord& record) {
+  const auto& cpu = record.cpu;
+  py::dict call;
+  call["device"] = record.device;
+  call["dtype"] = record.dtype;
+  call["N"] = record.N;
+  call["H"] = record.H;
+  call["Hkv"] = record.Hkv;
+  call["L"] = record.L;
+  call["S"] = record.S;
+  call["D"] = record.D;
+  call["Dv"] = record.Dv;
+  call["always_visible_keys"] = record.always_visible_keys;
+  call["key_padding_mask"] = record.key_padding_mask;
+  call["attn_mask"] = record.attn_mask;
+  call["is_causal"] = record.is_causal;
+  call["dropout_p"] = record.dropout_p;
+  call["weights_mode"] = record.weights_mode;
+  call["gradients"] = record.gradients;
+  call["has_tangent"] = record.has_tangent;
+  call["instruction_set"] = std::string(fused_mha::cpu::isa_name(cpu.isa));
+  call["few_rows"] = cpu.few_rows;
+  call["few_rows_limit"] = cpu.few_rows_limit;
+  call["key_splits"] = cpu.key_splits;
+  call["work_items"] = cpu.work_items;
+  call["threads"] = cpu.threads;
+  call["multiply_adds"] = cpu.multiply_adds;
+  call["serial_multiply_adds"] = cpu.serial_multiply_adds;
+  call["kept_keys"] = cpu.kept_keys;
+  call["all_keys"] = cpu.all_keys;
+  call["has_padding_bias"] = cpu.has_padding_bias;
+  call["tile_rows"] = cpu.tile_rows;
+  call["tile_keys"] = cpu.tile_keys;
+  call["hidden_tiles"] = cpu.hidden_tiles;
+  call["free_tiles"] = cpu.free_tiles;
+  call["mixed_tiles"] = cpu.mixed_tiles;
+  call["backward_key_splits"] = cpu.backward_key_splits;
+  return call;
+}
+
+py::list take_call_records() {
+  py::list calls;
+  for (const auto& record : fused_mha::detail::take_call_records()) calls.append(to_dict(record));
+  return calls;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Build information and instruction-set choice of fused_mha.";
   module.def("build_info", &build_info,
-             "What this build is: version, torch_version compiled against, compiler, cuda, instruction_sets.");
+             "What this build is: version, torch_version compiled against, compiler, cuda, build_type, sanitizers, "
+             "instruction_sets.");
   module.def(
       "get_cpu_isa", [] { return std::string(fused_mha::cpu::isa_name(fused_mha::cpu::active_isa())); },
       "Name of the instruction set that the CPU kernels use.");
@@ -62,6 +112,9 @@ PYBIND11_MODULE(_C, module) {
       "set_cpu_isa",
       [](const std::string& name) { fused_mha::cpu::set_active_isa(fused_mha::cpu::isa_from_name(name)); },
       py::arg("name"), "Make the CPU kernels use this instruction set; ValueError where unknown or unsupported.");
+  module.def("start_call_records", &fused_mha::detail::start_call_records,
+             "Make this thread note what its attention calls choose, until take_call_records.");
+  module.def("take_call_records", &take_call_records, "End it; a dict for each call since then.");
   module.def("supported_cpu_isas", &supported_isas,
              "Names of the instruction sets that this build holds and this processor runs, weakest first.");
 }

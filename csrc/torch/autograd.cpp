@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "torch/autograd_node.h"
+#include "torch/call_record.h"
 #include "torch/derivatives.h"
 #include "torch/operators.h"
 
@@ -144,6 +145,12 @@ ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Ten
     node = make_node<AttentionBackward>();
     node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, key_padding_mask, attn_mask));
     node->arguments.save(arguments);
+  }
+  if (is_recording_calls()) {
+    using torch::autograd::compute_requires_grad;
+    note_derivatives({compute_requires_grad(query), compute_requires_grad(key), compute_requires_grad(value),
+                      compute_requires_grad(key_padding_mask), compute_requires_grad(attn_mask)},
+                     has_tangent(arguments));
   }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;

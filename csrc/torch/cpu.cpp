@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "cpu/run.h"
+#include "torch/call_record.h"
 #include "torch/checks.h"
 #include "torch/operators.h"
 #include "torch/outputs.h"
@@ -26,6 +27,32 @@ core::Parallel torch_threads() {
   return parallel;
 }
 
+std::string mask_text(const OptionalTensor& mask) {
+  if (!has_tensor(mask)) return "";
+  return std::string(c10::getDtypeNames(mask->scalar_type()).first) + " " + shape_text(mask->sym_sizes());
+}
+
+CallRecord describe_call(const AttentionArguments& a, const core::AttentionProblem& problem) {
+  CallRecord record;
+  record.device = a.query.device().str();
+  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
+  record.N = problem.batch;
+  record.H = problem.heads;
+  record.Hkv = problem.kv_heads;
+  record.L = problem.query_length;
+  record.S = problem.key_length;
+  record.D = problem.head_dim;
+  record.Dv = problem.value_dim;
+  record.always_visible_keys = problem.always_visible_keys;
+  record.key_padding_mask = mask_text(a.key_padding_mask);
+  record.attn_mask = mask_text(a.attn_mask);
+  record.is_causal = a.is_causal;
+  record.dropout_p = a.dropout_p;
+  record.weights_mode = a.weights_mode;
+  record.cpu = cpu::describe_forward(problem, static_cast<core::WeightsMode>(a.weights_mode), torch_threads());
+  return record;
+}
+
 ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                     bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
@@ -34,7 +61,9 @@ ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& k
                                      dropout_p, scale, rng_state, always_visible_keys, weights_mode};
   check_forward("_attention_forward", arguments);
   auto result = allocate_forward(arguments);
-  cpu::attention_forward(to_problem(arguments), to_outputs(arguments, result), torch_threads());
+  const auto problem = to_problem(arguments);
+  if (is_recording_calls()) note_call(describe_call(arguments, problem));
+  cpu::attention_forward(problem, to_outputs(arguments, result), torch_threads());
   return result;
 }
 

@@ -23,6 +23,7 @@ from fused_mha import _library
 _library.load()
 
 from fused_mha import functional  # noqa: E402
+from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
 from fused_mha.replace import ReplacementReport, replace_multihead_attention  # noqa: E402
 
@@ -33,9 +34,13 @@ cmake_prefix_path: str = str(_library.PACKAGE_FOLDER / "share" / "cmake")
 include_path: str = str(_library.PACKAGE_FOLDER / "include")
 
 __all__ = [
+    "AttentionCall",
+    "Choice",
+    "Explanation",
     "MultiheadAttention",
     "ReplacementReport",
     "cmake_prefix_path",
+    "explain",
     "functional",
     "include_path",
     "replace_multihead_attention",

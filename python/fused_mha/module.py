@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import has_torch_function
 
 from fused_mha import _nested
@@ -60,7 +61,19 @@ class MultiheadAttention(nn.MultiheadAttention):
     @functools.wraps(nn.MultiheadAttention.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _refuse_encoder_fast_path(self)
+        _refuse_fast_path(self)
+
+    # Whether the inputs share one in-projection weight. A scripted nn.TransformerEncoderLayer, which sees no hooks,
+    # keeps off its own kernel in evaluation where this is False. Nothing else in TorchScript asks.
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return False
+        return bool(self.kdim == self.embed_dim and self.vdim == self.embed_dim)
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        """What the stock constructor sets follows from the widths."""
 
     def forward(
         self,
@@ -96,6 +109,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             # TorchScript knows nothing of the types that choose the way below; this one is right for all of them.
+            nested: Tensor | None = None
+            if query.is_nested and query is key and key is value and key_padding_mask is None:
+                # What a scripted nn.TransformerEncoder makes of a padded batch in evaluation.
+                nested = query
+                query = _nested.to_padded_strided(nested)
+                key = query
+                value = query
+                key_padding_mask = _nested.padding(_nested.lengths_strided(nested), query.size(1))
             q, k, v = _project_in(
                 query,
                 key,
@@ -122,7 +143,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 is_causal,
                 self.batch_first,
             )
-            return self.out_proj(context), weights
+            output = self.out_proj(context)
+            if nested is not None:
+                output = _nested.from_padded_strided(output, nested)
+                weights = _nested.hide_weights(weights, _nested.lengths_strided(nested))
+            return output, weights
         if isinstance(query, torch.fx.Proxy):
             # What is recorded without numbers takes the way that is right whatever the arguments turn out to be.
             results = _project_and_attend(
@@ -148,7 +173,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _refuse_encoder_fast_path(self)
+        _refuse_fast_path(self)
 
 
 class _ForwardPreHooks(OrderedDict[int, Callable[..., Any]]):
@@ -173,7 +198,10 @@ def _no_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     """The entry of _ForwardPreHooks, for those who run hooks without asking whether there are any."""
 
 
-def _refuse_encoder_fast_path(module: nn.Module) -> None:
+def _refuse_fast_path(module: nn.Module) -> None:
+    """Have ``nn.TransformerEncoderLayer`` call the module in evaluation: eager by hooks, scripted by a property."""
+    # TorchScript would take what the stock constructor left here for the attribute, and not see the property.
+    module.__dict__.pop("_qkv_same_embed_dim", None)
     hooks = module._forward_pre_hooks
     # Where there are hooks, their handles know the dictionary by identity and remove them from it: it has to stay.
     if not hooks and not isinstance(hooks, _ForwardPreHooks):
@@ -230,6 +258,8 @@ def _why_out_proj_is_called(out_proj: nn.Module, in_parameters: tuple[Tensor | N
         or state["_backward_pre_hooks"]
     ):
         return "out_proj has hooks"
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "hooks for every module are registered"
     if "forward" in state:
         return "out_proj.forward has been replaced"
     out_parameters = state["_parameters"]
@@ -450,7 +480,4 @@ def _nested_forward(
     )
     if not query.is_nested:
         return output, weights
-    if weights is not None:
-        no_query = _nested.padding(_nested.lengths(query), padded_query.size(1)).unsqueeze(-1)
-        weights = weights.masked_fill(no_query if average_attn_weights else no_query.unsqueeze(1), 0.0)
-    return _nested.from_padded(output, like=query), weights
+    return _nested.from_padded(output, like=query), _nested.hide_weights(weights, _nested.lengths(query))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Put fused attention into a model that exists already."""
 
+import sys
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fused_mha.module import MultiheadAttention, _refuse_encoder_fast_path
+from fused_mha.module import MultiheadAttention, _refuse_fast_path
 
 __all__ = ["ReplacementReport", "replace_multihead_attention"]
 
@@ -39,8 +40,9 @@ def replace_multihead_attention(model: nn.Module) -> ReplacementReport:
     the training flag, device and dtype are untouched, an optimizer that holds the parameters goes on, and references
     to the modules stay good. The model may be a ``nn.MultiheadAttention`` itself.
 
-    Left as they are: subclasses of ``nn.MultiheadAttention``, whose own behaviour would be lost (quantizable ones and
-    those already sharded by ``fully_shard`` are such), and modules whose ``forward`` has been replaced on the instance.
+    Modules that ``fully_shard`` has sharded already stay sharded. Left as they are: subclasses of
+    ``nn.MultiheadAttention``, whose own behaviour would be lost (quantizable ones are such), and modules whose
+    ``forward`` has been replaced on the instance.
 
     Returns:
         What was replaced, and what was left and why. ``print`` shows it as a table.
@@ -68,9 +70,11 @@ def replace_multihead_attention(model: nn.Module) -> ReplacementReport:
 
 
 def _why_left(module: nn.MultiheadAttention) -> str:
-    kind = parametrize.type_before_parametrizations(module)
     if isinstance(module, MultiheadAttention):
         return "already fused"
+    kind = type(module)
+    while _is_wrapper(kind, module):
+        kind = _wrapped(kind)
     if kind is not nn.MultiheadAttention:
         return f"{kind.__module__}.{kind.__qualname__} is a subclass whose own behaviour would be lost"
     if "forward" in module.__dict__:
@@ -78,13 +82,31 @@ def _why_left(module: nn.MultiheadAttention) -> str:
     return ""
 
 
-def _change_class(module: nn.MultiheadAttention) -> None:
-    kind = type(module)
+def _wrapped(kind: type) -> type:
+    base: type = next(base for base in kind.__bases__ if issubclass(base, nn.MultiheadAttention))
+    return base
+
+
+def _is_wrapper(kind: type, module: nn.Module) -> bool:
+    """Whether the class was made for modules on the fly: for one, by parametrize, or by fully_shard."""
     if kind is nn.MultiheadAttention:
-        module.__class__ = MultiheadAttention
-    else:
-        # Parametrized: a class made for this one module, which holds its parametrized attributes as properties. The
-        # same class is made again on top of ours, so that removing the parametrizations ends at ours.
-        members = {key: member for key, member in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-        module.__class__ = type(kind.__name__, (MultiheadAttention,), members)
-    _refuse_encoder_fast_path(module)
+        return False
+    if parametrize.is_parametrized(module) and kind.__name__ == f"Parametrized{_wrapped(kind).__name__}":
+        return True
+    fully_sharded = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    return fully_sharded is not None and fully_sharded.FSDPModule in kind.__bases__
+
+
+def _fused_class(kind: type) -> type:
+    """MultiheadAttention, or a class as `kind` on top of it, so that undoing what made `kind` ends at ours."""
+    if kind is nn.MultiheadAttention:
+        fused: type = MultiheadAttention
+        return fused
+    bases = tuple(_fused_class(base) if issubclass(base, nn.MultiheadAttention) else base for base in kind.__bases__)
+    members = {key: member for key, member in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, members)
+
+
+def _change_class(module: nn.MultiheadAttention) -> None:
+    module.__class__ = _fused_class(type(module))
+    _refuse_fast_path(module)

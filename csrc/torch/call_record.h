@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What attention calls chose, noted for fused_mha.explain. The kernels' doors note their own calls, with the plan that
+// they are about to run, so that an explanation cannot differ from what happens. Notes belong to the thread that asked
+// for them; where nobody asked, a door pays for one look at a thread-local variable.
+#pragma once
+
+#include <fused_mha/export.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu/run.h"
+
+namespace fused_mha::detail {
+
+/// One call of _attention_forward. Masks are "" where none was given, else dtype and shape.
+struct CallRecord {
+  std::string device;
+  std::string dtype;
+  std::int64_t N = 0, H = 0, Hkv = 0, L = 0, S = 0, D = 0, Dv = 0;
+  std::int64_t always_visible_keys = 0;
+  std::string key_padding_mask;
+  std::string attn_mask;
+  bool is_causal = false;
+  double dropout_p = 0.0;
+  std::int64_t weights_mode = 0;    // core::WeightsMode
+  std::array<bool, 5> gradients{};  // query, key, value, key_padding_mask, attn_mask: those that autograd will ask for
+  bool has_tangent = false;         // a forward-mode derivative is computed beside, unfused
+  cpu::ForwardDescription cpu;
+};
+
+/// The calling thread notes its calls from now on; those noted before are forgotten.
+FUSED_MHA_API void start_call_records();
+
+/// Ends it. The calls since then.
+FUSED_MHA_API std::vector<CallRecord> take_call_records();
+
+bool is_recording_calls();
+
+/// What autograd found about the call that this thread is about to make.
+void note_derivatives(const std::array<bool, 5>& gradients, bool has_tangent);
+
+/// The call itself; what note_derivatives said goes into it.
+void note_call(CallRecord record);
+
+}  // namespace fused_mha::detail
