@@ -281,9 +281,7 @@ def _derivatives(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice]:
     elif wanted:
         splits = facts["backward_key_splits"]
         parts = f"; keys in {splits} parts" if splits > 1 else ""
-        yield Choice(
-            "backward", "fused", f"gradients of {', '.join(wanted)}, weights computed again tile by tile{parts}"
-        )
+        yield Choice("backward", "fused", f"for {', '.join(wanted)}; weights are computed again tile by tile{parts}")
     else:
         off = "" if torch.is_grad_enabled() else "gradients are switched off"
         yield Choice("backward", "none", off or "nothing that reaches the kernel requires a gradient")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The module is nn.MultiheadAttention to everyone who looks at it: constructor, attributes, state, layers, hooks."""
+"""The module is nn.MultiheadAttention to everyone who looks at it: constructor, attributes, state, out_proj."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import fused_mha
 import pytest
 import torch
 from cases import KEY_PADDING_MASKS, later
+from profiling import operators_in
 from torch import nn
 
 OPTIONS = [
@@ -34,12 +35,6 @@ def pair(*arguments, **options) -> tuple[fused_mha.MultiheadAttention, nn.Multih
     ours = fused_mha.MultiheadAttention(*arguments, **options)
     torch.manual_seed(0)
     return ours, nn.MultiheadAttention(*arguments, **options)
-
-
-def operators_in(function) -> set[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return {event.key for event in profile.key_averages()}
 
 
 # Constructor, attributes, state.
@@ -277,139 +272,6 @@ def test_hooks_on_the_module_itself() -> None:
     module.register_forward_hook(lambda m, inputs, output: seen.append(len(output)))
     module(*[torch.randn(5, 2, 8)] * 3)
     assert seen == [2]
-
-
-# Inside the stock layers.
-
-
-def fused_layer(kind: type[nn.Module], **options) -> tuple[nn.Module, nn.Module]:
-    """A stock layer and a copy whose attention is fused."""
-    torch.manual_seed(3)
-    stock = kind(16, 4, dim_feedforward=32, dropout=0.0, batch_first=True, **options)
-    fused = copy.deepcopy(stock)
-    fused_mha.replace_multihead_attention(fused)
-    return stock, fused
-
-
-MASKINGS = {
-    "none": dict,
-    "padding": lambda: {"src_key_padding_mask": torch.arange(6)[None, :] >= torch.tensor([[6], [4], [2]])},
-    "bias": lambda: {"src_mask": torch.randn(6, 6, generator=torch.Generator().manual_seed(1))},
-    "causal": lambda: {"src_mask": nn.Transformer.generate_square_subsequent_mask(6), "is_causal": True},
-    "both": lambda: {
-        "src_mask": later(6, 6),
-        "src_key_padding_mask": torch.arange(6)[None, :] >= torch.tensor([[6], [4], [2]]),
-    },
-}
-
-
-@pytest.mark.parametrize("masking", MASKINGS)
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_layer_in_eval_runs_the_fused_kernel(norm_first: bool, masking: str) -> None:
-    """pytorch#107084, pytorch#97111, pytorch#135150: eval equals train, at padded positions too."""
-    stock, fused = fused_layer(nn.TransformerEncoderLayer, norm_first=norm_first)
-    x, masks = torch.randn(3, 6, 16), MASKINGS[masking]()
-    expected = stock.double().train()(
-        x.double(), **{k: v.double() if k == "src_mask" and v.is_floating_point() else v for k, v in masks.items()}
-    )
-    for training in (True, False):
-        fused.train(training)
-        results = []
-        with torch.set_grad_enabled(training):
-            names = operators_in(lambda: results.append(fused(x, **masks)))  # noqa: B023
-        assert "fused_mha::_attention_forward" in names
-        assert "aten::_transformer_encoder_layer_fwd" not in names
-        torch.testing.assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("enable_nested_tensor", [False, True])
-def test_encoder_in_eval(enable_nested_tensor: bool) -> None:
-    """pytorch#97111: the last column is padding in every sample, and the shape stays that of the input."""
-    torch.manual_seed(4)
-    layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fused = nn.TransformerEncoder(layer, 2, enable_nested_tensor=enable_nested_tensor)
-    stock = copy.deepcopy(fused).double()
-    fused_mha.replace_multihead_attention(fused)
-    x, padding = torch.randn(3, 6, 16), torch.arange(6)[None, :] >= torch.tensor([[5], [4], [2]])
-    expected = stock.train()(x.double(), src_key_padding_mask=padding)
-    fused.eval()
-    results = []
-    with torch.no_grad():
-        names = operators_in(lambda: results.append(fused(x, src_key_padding_mask=padding)))
-    assert "fused_mha::_attention_forward" in names
-    assert "aten::_transformer_encoder_layer_fwd" not in names
-    assert results[0].shape == x.shape
-    assert torch.isfinite(results[0]).all()
-    torch.testing.assert_close(results[0][~padding].double(), expected[~padding], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_decoder_layer(training: bool) -> None:
-    """pytorch#106630: causal float mask and float padding, with and without a graph."""
-    stock, fused = fused_layer(nn.TransformerDecoderLayer)
-    target, memory = torch.randn(3, 6, 16), torch.randn(3, 7, 16)
-    causal = nn.Transformer.generate_square_subsequent_mask(6)
-    padding = torch.zeros(3, 7).masked_fill(torch.arange(7) >= torch.tensor([[7], [4], [2]]), float("-inf"))
-    expected = stock.double()(
-        target.double(), memory.double(), tgt_mask=causal.double(), memory_key_padding_mask=padding.double()
-    )
-    results = []
-    fused.train(training)
-    with torch.set_grad_enabled(training):
-        names = operators_in(
-            lambda: results.append(fused(target, memory, tgt_mask=causal, memory_key_padding_mask=padding))
-        )
-    assert "fused_mha::_attention_forward" in names
-    torch.testing.assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_whole_transformer_trains_like_stock() -> None:
-    torch.manual_seed(5)
-    stock = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True)
-    fused = copy.deepcopy(stock)
-    fused_mha.replace_multihead_attention(fused)
-    source, target = torch.randn(3, 6, 16), torch.randn(3, 5, 16)
-    padding = torch.arange(6)[None, :] >= torch.tensor([[6], [4], [2]])
-    losses = []
-    for model in (stock, fused):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        losses.append([])
-        for _ in range(4):
-            output = model(
-                source,
-                target,
-                tgt_mask=nn.Transformer.generate_square_subsequent_mask(5),
-                src_key_padding_mask=padding,
-                memory_key_padding_mask=padding,
-            )
-            loss = output.square().mean() + (output - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[0][-1] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-# Nested tensors.
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_nested_tensors_equal_calls_for_each_sequence(training: bool) -> None:
-    """pytorch#153472."""
-    module = fused_mha.MultiheadAttention(8, 2, batch_first=True).train(training)
-    sequences = [torch.randn(length, 8) for length in (3, 2, 5)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nested = torch.nested.nested_tensor(sequences)
-    with torch.no_grad():
-        output = module(nested, nested, nested, need_weights=False)[0]
-        assert output.is_nested
-        for found, sequence in zip(output.unbind(), sequences, strict=True):
-            expected = module(sequence, sequence, sequence, need_weights=False)[0]
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_symbolic_trace_of_a_replaced_model() -> None:
