@@ -140,7 +140,7 @@ def explain(target: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -
         try:
             function(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, AssertionError) as raised:
-            error = raised
+            error = raised.with_traceback(None)  # which would keep every tensor of its frames alive
     calls = tuple(
         AttentionCall(name, (*at_door, *_kernel_choices(facts, compiled)), facts)
         for name, at_door, facts in notes.calls()
@@ -268,7 +268,7 @@ def _masks(facts: Mapping[str, Any]) -> Iterator[Choice]:
         choice = "{} tiles skipped, {} free of masks, {} masked by element".format(*counts)
         masks = [facts["attn_mask"]] if facts["attn_mask"] else []
         masks += ["is_causal"] if facts["is_causal"] else []
-        tile = f"tiles of {facts['tile_rows']} rows and {facts['tile_keys']} kept keys"
+        tile = f"tiles of {facts['tile_rows']} x {facts['tile_keys']}"
         yield Choice("attn_mask", choice, f"{' and '.join(masks)}; {tile}")
     elif not facts["key_padding_mask"]:
         yield Choice("masks", "none")

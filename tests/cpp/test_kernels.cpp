@@ -316,6 +316,55 @@ TEST_CASE("what is hidden is never read") {
   }
 }
 
+TEST_CASE("a description counts what the masks leave") {
+  std::mt19937 random(11);
+  for (int i = 0; i < 200; ++i) {
+    const Case c = random_case(random);
+    INFO(describe(c));
+    const std::unique_ptr<Problem> p = make_problem(c);
+    const core::AttentionProblem& problem = p->problem;
+    const cpu::ForwardDescription found = cpu::describe_forward(problem, WeightsMode::kNone, threads(2));
+    CHECK(found.isa == cpu::active_isa());
+    CHECK(found.few_rows == (c.L <= found.few_rows_limit));
+    CHECK((found.key_splits == 1 || found.few_rows));
+    CHECK((found.threads == 1 || found.multiply_adds >= found.serial_multiply_adds));
+    CHECK(found.all_keys == c.N * c.S);
+
+    std::int64_t kept = 0;
+    std::int64_t tiles = 0;
+    std::int64_t no_element_visible = 0;  // tiles of which no element is visible; some the plan may not know
+    for (std::int64_t n = 0; n < c.N; ++n) {
+      std::vector<std::int64_t> keys;
+      for (std::int64_t s = 0; s < c.S; ++s) {
+        const bool masked = problem.key_padding_mask && s < problem.masked_keys();
+        const double value =
+            masked ? core::mask_element(problem.key_padding_mask, problem.key_padding_mask.offset(n, 0, 0, s)) : 0.0;
+        if (value != -std::numeric_limits<double>::infinity()) keys.push_back(s);
+      }
+      const auto count = static_cast<std::int64_t>(keys.size());
+      kept += count;
+      for (std::int64_t h = 0; h < c.H; ++h) {
+        for (std::int64_t row = 0; row < c.L; row += found.tile_rows) {
+          for (std::int64_t key = 0; key < count; key += found.tile_keys) {
+            bool visible = false;
+            for (std::int64_t l = row; l < std::min(c.L, row + found.tile_rows); ++l) {
+              for (std::int64_t k = key; k < std::min(count, key + found.tile_keys); ++k) {
+                visible = visible || core::is_visible(problem, n, h, l, keys[static_cast<std::size_t>(k)]);
+              }
+            }
+            ++tiles;
+            no_element_visible += visible ? 0 : 1;
+          }
+        }
+      }
+    }
+    CHECK(found.kept_keys == kept);
+    CHECK(found.hidden_tiles + found.free_tiles + found.mixed_tiles == tiles);
+    CHECK(found.hidden_tiles <= no_element_visible);
+    if (!problem.attn_mask && !c.is_causal) CHECK(found.free_tiles == (found.has_padding_bias ? 0 : tiles));
+  }
+}
+
 TEST_CASE("the dropout mask is the same on every instruction set") {
   Case c{.N = 2, .H = 3, .Hkv = 1, .L = 5, .S = 300, .D = 1, .Dv = 1};
   c.dropout_p = 0.37;

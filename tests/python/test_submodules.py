@@ -134,7 +134,7 @@ def test_low_rank_parametrizations_of_the_in_projections(kdim: int) -> None:
 
 
 def adapted(model: nn.Module, **options):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", exc_type=ImportError)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **options)
     return peft.get_peft_model(copy.deepcopy(model), config)
@@ -189,14 +189,19 @@ def test_peft_on_the_attention() -> None:
         torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-4, atol=1e-4)
 
 
-def test_peft_on_the_in_projection_alone() -> None:
-    model, x = Model(), torch.randn(N, L, E)
-    tuned = adapted(model, target_modules=[], target_parameters=["self_attn.in_proj_weight"])
+@pytest.mark.parametrize("kdim", [E, 6], ids=["one weight", "separate weights"])
+def test_peft_on_the_in_projections_alone(kdim: int) -> None:
+    """As parameters, since no Linear holds them; the separate ones are beyond what peft does for the whole module."""
+    names = ["in_proj_weight"] if kdim == E else ["q_proj_weight", "v_proj_weight"]
+    model, x = Model(kdim), torch.randn(N, L, E)
+    tuned = adapted(model, target_modules=[], target_parameters=[f"self_attn.{name}" for name in names])
     all_modes(tuned, x).square().sum().backward()
     gradients = lora_gradients(tuned)
-    assert len(gradients) == 2
+    assert len(gradients) == 2 * len(names)
     assert all(gradient.count_nonzero() > 0 for gradient in gradients.values())
     assert not torch.allclose(tuned(x), model(x), atol=1e-3)
+    with tuned.disable_adapter():
+        close(tuned(x), model(x))
     expected = tuned(x)
     merged = tuned.merge_and_unload()
     assert isinstance(merged.self_attn, fused_mha.MultiheadAttention)
@@ -309,7 +314,7 @@ def test_torchao(config: str, in_projection: bool) -> None:
     """pytorch/ao#1103: a weight of a tensor subclass sees F.linear and nothing else."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torchao = pytest.importorskip("torchao.quantization")
+        torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
     torch.manual_seed(0)
     layer, x = encoder_layer().eval().requires_grad_(False), torch.randn(N, L, E)
     expected = layer(x, src_key_padding_mask=PADDING)
