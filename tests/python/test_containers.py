@@ -221,6 +221,38 @@ def test_scripted_encoder_runs_the_fused_kernel(nested: bool, training: bool) ->
     assert all(layer.self_attn._qkv_same_embed_dim for layer in eager.layers)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_layouts_of_an_encoder_layer(mode: str) -> None:
+    """Length first and unbatched: the numbers of the batched layout."""
+    training, gradients = MODES[mode]
+    _, fused = pair("encoder layer")
+    length_first = nn.TransformerEncoderLayer(**{**LAYER, "batch_first": False})
+    fused_mha.replace_multihead_attention(length_first)
+    length_first.load_state_dict(fused.state_dict())
+    x, mask = torch.randn(N, L, E), later(L, L)
+    with torch.set_grad_enabled(gradients):
+        expected = fused.train(training)(x, src_mask=mask, src_key_padding_mask=PADDING)
+        found = length_first.train(training)(x.transpose(0, 1), src_mask=mask, src_key_padding_mask=PADDING)
+        torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+        for i in range(N):
+            alone = fused(x[i], src_mask=mask, src_key_padding_mask=PADDING[i])
+            torch.testing.assert_close(alone, expected[i], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_traced_encoder_layer_runs_the_fused_kernel() -> None:
+    _, fused = pair("encoder layer")
+    fused.eval()
+    x = torch.randn(N, L, E)
+    results = []
+    with torch.no_grad():
+        traced = torch.jit.trace(fused, (x,))
+        operators = operators_in(lambda: results.append(traced(x)))
+        assert torch.equal(results[0], fused(x))
+    assert operators[FUSED] == 1
+    assert not stock_attention_in(operators)
+
+
 def test_whole_transformer_trains_like_stock() -> None:
     torch.manual_seed(5)
     stock = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True)

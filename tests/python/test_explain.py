@@ -257,6 +257,32 @@ def test_model_with_stock_and_fused_attention() -> None:
     assert "attention call 2 of layers.1.self_attn: fused" in str(found)
 
 
+def test_stock_module() -> None:
+    stock, x = nn.MultiheadAttention(8, 2), torch.randn(2, 5, 8)
+    found = explain(stock, x, x, x)
+    assert not found.fused
+    assert "no fused attention ran" in str(found)
+    assert "not fused: (the module itself): a stock module" in str(found)
+
+    class Special(nn.MultiheadAttention):
+        pass
+
+    ((_, reason),) = explain(Special(8, 2), x, x, x).not_fused
+    assert reason.endswith("Special is a subclass whose own behaviour would be lost")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_scripted_module_and_functional_form() -> None:
+    module, x = fused_mha.MultiheadAttention(8, 2, bias=False), torch.randn(2, 5, 8)
+    call = only_call(explain(torch.jit.script(module), x, x, x, is_causal=True))
+    assert call.module is None
+    assert call.facts["is_causal"]
+    weights = (module.in_proj_weight, None, None, None, False, 0.0, module.out_proj.weight, None)
+    call = only_call(explain(functional.multi_head_attention_forward, x, x, x, 8, 2, *weights, need_weights=False))
+    assert call["sizes"].choice == "N = 5, H = 2, L = 2, S = 2, D = 4, Dv = 4"
+    assert call["weights"].choice == "none"
+
+
 def test_refused_module_call() -> None:
     module, x = fused_mha.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     assert isinstance(explain(module, x, x, x, attn_mask=torch.zeros(4, 5)).error, RuntimeError)

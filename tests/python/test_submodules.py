@@ -317,6 +317,7 @@ def test_torchao(config: str, in_projection: bool) -> None:
         torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
     torch.manual_seed(0)
     layer, x = encoder_layer().eval().requires_grad_(False), torch.randn(N, L, E)
+    plain = copy.deepcopy(layer)
     expected = layer(x, src_key_padding_mask=PADDING)
     configuration = getattr(torchao, config)()
     torchao.quantize_(layer, configuration, filter_fn=lambda module, name: isinstance(module, nn.Linear))
@@ -329,6 +330,9 @@ def test_torchao(config: str, in_projection: bool) -> None:
     assert type(layer.self_attn.out_proj.weight) is not nn.Parameter
     found = all_modes(layer, x, src_key_padding_mask=PADDING)
     assert 0 < relative_error(found, expected) < 0.05
+    memory = torch.randn(N, L + 2, E)
+    found = layer.self_attn(x, memory, memory)[0]
+    assert 0 < relative_error(found, plain.self_attn(x, memory, memory)[0]) < 0.1
 
 
 # Gradients for each sample.
