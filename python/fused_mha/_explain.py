@@ -240,7 +240,7 @@ def _instruction_set(facts: Mapping[str, Any]) -> Choice:
 def _rows(facts: Mapping[str, Any]) -> Choice:
     limit = facts["few_rows_limit"]
     if not facts["few_rows"]:
-        reason = f"L = {facts['L']} is more than {limit}, so packing keys and values pays"
+        reason = f"L = {facts['L']} is more than {limit}, so packing keys pays"
         return Choice("rows", f"tiles of {facts['tile_rows']}", reason)
     splits = facts["key_splits"]
     reason = f"L = {facts['L']} is at most {limit}, so keys are read where they lie"
