@@ -24,6 +24,7 @@ _library.load()
 
 from fused_mha import functional  # noqa: E402
 from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
+from fused_mha._flops import flop_formulas  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
 from fused_mha.replace import ReplacementReport, replace_multihead_attention  # noqa: E402
 
@@ -41,6 +42,7 @@ __all__ = [
     "ReplacementReport",
     "cmake_prefix_path",
     "explain",
+    "flop_formulas",
     "functional",
     "include_path",
     "replace_multihead_attention",

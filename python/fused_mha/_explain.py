@@ -87,7 +87,7 @@ class Explanation:
         if self.error is not None:
             parts.append(f"refused: {type(self.error).__name__}: {self.error}")
         elif not self.calls:
-            parts.append("no fused attention ran")
+            parts.append("no fused kernel noted a call")
         parts += [f"not fused: {name or '(the module itself)'}: {reason}" for name, reason in self.not_fused]
         return "\n".join(parts)
 
