@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import fused_mha
@@ -59,6 +60,7 @@ def distribute(way: str) -> nn.Module:
 def work(rank: int, folder: str) -> None:
     """One process: trains on its half of the data each way, and leaves what it found in a file."""
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     x, padding = (tensor.chunk(WORLD)[rank] for tensor in data())
     found = {}
