@@ -46,14 +46,17 @@ class Arena {
   std::size_t used_ = 0;
 };
 
+enum class Finiteness : std::uint8_t { kUnknown, kAllFinite, kSomeNot };
+
 /// Keys and values of one step.
 template <typename T>
 struct KeyTile {
   KeySpan keys;
-  T* keys_transposed = nullptr;  // [group][D][kGroupKeys]
-  T* packed_values = nullptr;    // [kForwardKeys][padded Dv]
-  const T* values = nullptr;     // [keys][padded Dv]: packed_values, or the caller's own memory
-  T* key_bias = nullptr;         // [kForwardKeys], null where key_padding_mask adds nothing
+  T* keys_transposed = nullptr;                  // [group][D][kGroupKeys]
+  T* packed_values = nullptr;                    // [kForwardKeys][padded Dv]
+  const T* values = nullptr;                     // [keys][padded Dv]: packed_values, or the caller's own memory
+  T* key_bias = nullptr;                         // [kForwardKeys], null where key_padding_mask adds nothing
+  Finiteness finiteness = Finiteness::kUnknown;  // of the values
 };
 
 /// Running state of one block of rows.
@@ -166,6 +169,7 @@ static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64
   const core::AttentionProblem& problem = *plan.call.problem;
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kForwardKeys, tile.key_bias);
   if (plan.few_rows) return;
+  tile.finiteness = Finiteness::kUnknown;
   pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
   const Matrix values = matrix_of(problem.value, n, kv_head);
   tile.values = rows_in_place<T>(values, tile.keys, problem.value_dim);
@@ -267,10 +271,20 @@ static void accumulate_visible(const TileMask<kKeys>& mask, const T* weights, st
   }
 }
 
+/// Looked up once a step, and only where somebody asks.
 template <typename T>
-static void accumulate_output(const KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv,
+static bool values_not_finite(KeyTile<T>& tile, std::int64_t padded_dv) {
+  if (tile.finiteness == Finiteness::kUnknown) {
+    const bool some_not = any_not_finite<T>(tile.values, tile.keys.count * padded_dv);
+    tile.finiteness = some_not ? Finiteness::kSomeNot : Finiteness::kAllFinite;
+  }
+  return tile.finiteness == Finiteness::kSomeNot;
+}
+
+template <typename T>
+static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv,
                               const T* weights, RowState<T>& state) {
-  if (mask.any_mixed && any_not_finite<T>(keys.values, keys.keys.count * padded_dv)) {
+  if (mask.any_mixed && values_not_finite<T>(keys, padded_dv)) {
     if (!state.started) {
       for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
     }
@@ -316,7 +330,7 @@ template <typename T, bool kUnitIsOne>
 static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
                          std::int64_t step, std::int64_t first_key) {
   const CallConstants& call = plan.call;
-  const KeyTile<T>& keys = scratch.key_tile;
+  KeyTile<T>& keys = scratch.key_tile;
   TileMask<kForwardKeys>& mask = *scratch.mask;
   RowState<T>& state = scratch.states[block_index];
   const RowBlock& block = state.block;

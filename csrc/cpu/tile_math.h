@@ -74,13 +74,6 @@ FUSED_MHA_INLINE void rank_update_tile(const T* __restrict a, const T* __restric
                                        std::int64_t steps, T* __restrict out, std::int64_t ldo, bool accumulate) {
   constexpr int kRows = rank_update_rows(kVectors);
   Vec<T> sums[kRows][kVectors] = {};
-  if (accumulate) {
-#pragma GCC unroll 24
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = load<T>(out + r * ldo + v * kLanes<T>);
-    }
-  }
   for (std::int64_t k = 0; k < steps; ++k) {
     Vec<T> columns[kVectors];
 #pragma GCC unroll 4
@@ -90,6 +83,14 @@ FUSED_MHA_INLINE void rank_update_tile(const T* __restrict a, const T* __restric
       const Vec<T> row = broadcast<T>(a[r * kRowStride + k * kStepStride]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(row, columns[v], sums[r][v]);
+    }
+  }
+  // What is there is added at the end, not begun with: sums of sums of `steps` terms round less than one long sum.
+  if (accumulate) {
+#pragma GCC unroll 24
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = sums[r][v] + load<T>(out + r * ldo + v * kLanes<T>);
     }
   }
 #pragma GCC unroll 24
