@@ -19,6 +19,9 @@ inline constexpr std::int64_t kBlockRows = core::kMaskTileRows;
 inline constexpr std::int64_t kGroupKeys = core::kMaskTileKeys;
 /// Keys of a forward step. 128 is also the dropout group, so that a step needs no more than its own random numbers.
 inline constexpr std::int64_t kForwardKeys = 128;
+/// Forward steps whose packed keys are kept at once: with values in place 256 KiB at D = 64, beside the blocks' state
+/// in the L2 cache.
+inline constexpr std::int64_t kPanelSteps = 8;
 /// Keys of a backward step: 48 x 96 weights and their gradients are 36 KiB, next to the L1 data cache.
 inline constexpr std::int64_t kBackwardKeys = 96;
 

@@ -187,7 +187,7 @@ static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, 
                             GradTile<T>& tile, Prefetcher& prefetcher) {
   const std::int64_t depth = call.problem->head_dim;
   const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
-  if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask);
+  if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
     score_group<T, false, kBackwardKeys>(rows.queries, row_groups, keys.keys_transposed + group * kGroupKeys * depth,

@@ -2,8 +2,8 @@
 //
 // Forward attention of one work item: some blocks of query rows that share a head of keys.
 //
-//   for each step of kForwardKeys kept keys:       keys packed transposed, values packed in rows
-//     for each block of kBlockRows rows that sees any of them:
+//   for each panel of kPanelSteps steps of kForwardKeys kept keys
+//     for each block of kBlockRows rows, for each step of the panel that the block sees any key of
 //       t = Q K^T + masks                          register tiles, masks only where a group is mixed
 //       m' = max(m, rowmax t);  P = exp2(unit (t - m'))
 //       sum = sum exp2(unit (m - m')) + rowsum P;  O = O exp2(unit (m - m')) + keep(P) V
@@ -52,6 +52,9 @@ enum class Finiteness : std::uint8_t { kUnknown, kAllFinite, kSomeNot };
 template <typename T>
 struct KeyTile {
   KeySpan keys;
+  std::int64_t step = 0;                         // of all steps of the item
+  std::int64_t begin = 0;                        // its first key among the kept ones
+  bool prepared = false;                         // packed: not before some block sees any of the keys
   T* keys_transposed = nullptr;                  // [group][D][kGroupKeys]
   T* packed_values = nullptr;                    // [kForwardKeys][padded Dv]
   const T* values = nullptr;                     // [keys][padded Dv]: packed_values, or the caller's own memory
@@ -85,9 +88,10 @@ struct ForwardScratch {
   std::int64_t padded_dv = 0;
   std::int64_t max_blocks = 0;
   RowState<T>* states = nullptr;
-  KeyTile<T> key_tile;
-  T* tile = nullptr;  // [kBlockRows][kForwardKeys]
-  T* best = nullptr;  // [kBlockRows][lanes]
+  KeyTile<T> panel_keys[kPanelSteps];
+  std::int64_t panel_steps = 0;  // that there is room for
+  T* tile = nullptr;             // [kBlockRows][kForwardKeys]
+  T* best = nullptr;             // [kBlockRows][lanes]
   TileMask<kForwardKeys>* mask = nullptr;
   WeightsPanel<T> panel;
   Prefetcher prefetcher;
@@ -102,15 +106,19 @@ struct ForwardScratch {
     T* outputs = arena.take<T>(max_blocks * kBlockRows * padded_dv);
     T* row_max = arena.take<T>(max_blocks * kBlockRows);
     T* sums = arena.take<T>(max_blocks * kBlockRows * kLanes<T>);
-    key_tile.keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim);
-    key_tile.packed_values = arena.take<T>(kForwardKeys * padded_dv);
-    key_tile.key_bias = plan.call.masks->has_padding_bias() ? arena.take<T>(kForwardKeys) : nullptr;
+    // A run of kept keys may begin inside a step of the key grid: one step more than its length asks for.
+    const std::int64_t most_steps = problem.key_length / kForwardKeys + 2;
+    panel_steps = most_steps < kPanelSteps ? most_steps : kPanelSteps;
+    for (std::int64_t i = 0; i < panel_steps; ++i) {
+      panel_keys[i].keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim);
+      panel_keys[i].packed_values = arena.take<T>(kForwardKeys * padded_dv);
+      panel_keys[i].key_bias = plan.call.masks->has_padding_bias() ? arena.take<T>(kForwardKeys) : nullptr;
+    }
     tile = arena.take<T>(kBlockRows * kForwardKeys);
     best = arena.take<T>(kBlockRows * kLanes<T>);
     mask = arena.take<TileMask<kForwardKeys>>(1);
     if (plan.outputs.weights_mode != core::WeightsMode::kNone) {
-      // A run of kept keys may begin inside a step of the key grid: one step more than its length asks for.
-      panel.steps = problem.key_length / kForwardKeys + 2;
+      panel.steps = most_steps;
       panel.row_stride = problem.key_length + kForwardKeys;
       panel.weights = arena.take<T>(max_blocks * kBlockRows * panel.row_stride);
       panel.step_max = arena.take<T>(max_blocks * kBlockRows * panel.steps);
@@ -328,13 +336,12 @@ static void score_tile_groups(const KeyTile<T>& keys, const RowState<T>& state, 
 /// One step for one block of rows.
 template <typename T, bool kUnitIsOne>
 static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
-                         std::int64_t step, std::int64_t first_key) {
+                         KeyTile<T>& keys) {
   const CallConstants& call = plan.call;
-  KeyTile<T>& keys = scratch.key_tile;
   TileMask<kForwardKeys>& mask = *scratch.mask;
   RowState<T>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
-  if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask);
+  if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask, scratch.prefetcher);
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
   if (plan.few_rows) {
     score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
@@ -357,8 +364,8 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
     T* copy = nullptr;
     if (scratch.panel.weights != nullptr) {
       const std::int64_t panel_row = block_index * kBlockRows + row;
-      scratch.panel.step_max[panel_row * scratch.panel.steps + step] = state.row_max[row];
-      copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + first_key;
+      scratch.panel.step_max[panel_row * scratch.panel.steps + keys.step] = state.row_max[row];
+      copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + keys.begin;
     }
     softmax_row<T, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
                                call.has_dropout ? keep : nullptr, copy);
@@ -372,15 +379,14 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
 
 /// A block that sees nothing of a step: its weights there are 0.
 template <typename T>
-static void skip_tile(ForwardScratch<T>& scratch, std::int64_t block_index, std::int64_t step, std::int64_t first_key,
-                      std::int64_t key_count) {
+static void skip_tile(ForwardScratch<T>& scratch, std::int64_t block_index, const KeyTile<T>& keys) {
   const WeightsPanel<T>& panel = scratch.panel;
   if (panel.weights == nullptr) return;
   for (std::int64_t row = 0; row < scratch.states[block_index].block.rows; ++row) {
     const std::int64_t panel_row = block_index * kBlockRows + row;
-    panel.step_max[panel_row * panel.steps + step] = kMinusInfinity<T>;
-    T* target = panel.weights + panel_row * panel.row_stride + first_key;
-    for (std::int64_t key = 0; key < key_count; ++key) target[key] = T{0};
+    panel.step_max[panel_row * panel.steps + keys.step] = kMinusInfinity<T>;
+    T* target = panel.weights + panel_row * panel.row_stride + keys.begin;
+    for (std::int64_t key = 0; key < keys.keys.count; ++key) target[key] = T{0};
   }
 }
 
@@ -499,34 +505,47 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T>& scra
   }
 }
 
-/// All steps over the item's part of the keys of (n, kv_head), for the first `count` row states.
+/// One step for one block of rows, if the block sees any of its keys.
+template <typename T>
+static void visit_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, const ForwardItem& item,
+                       std::int64_t kv_head, std::int64_t block_index, KeyTile<T>& keys) {
+  const CallConstants& call = plan.call;
+  classify_tile<kForwardKeys>(call, scratch.states[block_index].block, keys.keys, *scratch.mask);
+  if (!scratch.mask->any_visible) return skip_tile<T>(scratch, block_index, keys);
+  if (!keys.prepared) prepare_key_tile<T>(plan, item.n, kv_head, scratch.padded_dv, keys);
+  keys.prepared = true;
+  if (call.unit == 1.0) {
+    forward_tile<T, true>(plan, scratch, block_index, keys);
+  } else {
+    forward_tile<T, false>(plan, scratch, block_index, keys);
+  }
+}
+
+/// The item's part of the keys of (n, kv_head), for the first `count` row states. A block meets a whole panel before
+/// the next block does, so that its state stays in the L1 cache, and the pages of its mask rows in the TLB.
 template <typename T>
 static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, const ForwardItem& item,
                          std::int64_t kv_head, std::int64_t count) {
-  const CallConstants& call = plan.call;
-  const KeySpan& kept = call.masks->kept_keys(item.n);
+  const KeySpan& kept = plan.call.masks->kept_keys(item.n);
   const std::int64_t end = kept.count * (item.split + 1) / plan.key_splits;
   std::int64_t step = 0;
-  for (std::int64_t begin = kept.count * item.split / plan.key_splits; begin < end; ++step) {
-    const std::int64_t whole = forward_step(kept, begin);
-    const std::int64_t size = whole < end - begin ? whole : end - begin;
-    scratch.key_tile.keys = kept.part(begin, size);
-    bool prepared = false;
-    for (std::int64_t i = 0; i < count; ++i) {
-      classify_tile<kForwardKeys>(call, scratch.states[i].block, scratch.key_tile.keys, *scratch.mask);
-      if (!scratch.mask->any_visible) {
-        skip_tile<T>(scratch, i, step, begin, size);
-        continue;
-      }
-      if (!prepared) prepare_key_tile<T>(plan, item.n, kv_head, scratch.padded_dv, scratch.key_tile);
-      prepared = true;
-      if (call.unit == 1.0) {
-        forward_tile<T, true>(plan, scratch, i, step, begin);
-      } else {
-        forward_tile<T, false>(plan, scratch, i, step, begin);
+  for (std::int64_t begin = kept.count * item.split / plan.key_splits; begin < end;) {
+    std::int64_t steps = 0;
+    for (; steps < scratch.panel_steps && begin < end; ++steps, ++step) {
+      KeyTile<T>& keys = scratch.panel_keys[steps];
+      const std::int64_t whole = forward_step(kept, begin);
+      const std::int64_t size = whole < end - begin ? whole : end - begin;
+      keys.keys = kept.part(begin, size);
+      keys.step = step;
+      keys.begin = begin;
+      keys.prepared = false;
+      begin += size;
+    }
+    for (std::int64_t block = 0; block < count; ++block) {
+      for (std::int64_t i = 0; i < steps; ++i) {
+        visit_tile<T>(plan, scratch, item, kv_head, block, scratch.panel_keys[i]);
       }
     }
-    begin += size;
   }
 }
 

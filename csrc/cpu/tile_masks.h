@@ -7,6 +7,7 @@
 #include "core/mask.h"
 #include "cpu/pack.h"
 #include "cpu/plan.h"
+#include "cpu/prefetch.h"
 
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
@@ -304,24 +305,22 @@ static void mask_tile(const CallConstants& call, const RowBlock& block, const Ke
   }
 }
 
-/// Asks for the mask numbers that mask_tile will read, so that they arrive while the scores are computed.
+/// Has the mask numbers that mask_tile will read asked for while the scores are computed.
 template <std::int64_t kKeys>
 static void prefetch_masks(const CallConstants& call, const RowBlock& block, const KeySpan& keys,
-                           const TileMask<kKeys>& mask) {
-  constexpr std::int64_t kLine = 64;
+                           const TileMask<kKeys>& mask, Prefetcher& prefetcher) {
   const core::View& attn_mask = call.problem->attn_mask;
   if (!attn_mask || keys.positions != nullptr || attn_mask.strides[3] != 1) return;
+  std::int64_t first = 0;
+  std::int64_t end = TileMask<kKeys>::kGroups;
+  while (first < end && !mask.reads_attn_mask[first]) ++first;
+  while (first < end && !mask.reads_attn_mask[end - 1]) --end;
+  if (first == end) return;
   const auto size = static_cast<std::int64_t>(core::size_of(attn_mask.dtype));
-  const auto* first = static_cast<const std::byte*>(attn_mask.data) +
-                      attn_mask.offset(block.n, block.h, block.row_begin, keys.first) * size;
-  for (std::int64_t index = 0; index < TileMask<kKeys>::kGroups; ++index) {
-    if (!mask.reads_attn_mask[index]) continue;
-    for (std::int64_t row = 0; row < block.rows; ++row) {
-      const std::byte* line = first + (row * attn_mask.strides[2] + index * kGroupKeys) * size;
-      for (std::int64_t offset = 0; offset < kGroupKeys * size; offset += kLine)
-        __builtin_prefetch(line + offset, 0, 2);
-    }
-  }
+  const std::int64_t key = keys.first + first * kGroupKeys;
+  prefetcher.begin_tile(
+      static_cast<const std::byte*>(attn_mask.data) + attn_mask.offset(block.n, block.h, block.row_begin, key) * size,
+      attn_mask.strides[2] * size, block.rows, (end - first) * kGroupKeys * size);
 }
 
 /// key_padding_mask's numbers for a span of kept keys, zeros up to `padded`.
