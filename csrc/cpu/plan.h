@@ -81,12 +81,14 @@ struct BackwardPlan {
   std::int64_t key_splits = 1;        // parts that a head's keys are split into; a function of the shapes only
   void* query_partials = nullptr;     // (N, Hkv, key_splits, rows, padded D) sums, null where key_splits is 1
   void* key_bias_partials = nullptr;  // (N, Hkv, S) column sums of the score gradients; null if nobody asks
+  bool adds_mask_gradient = false;    // attn_mask's gradient is summed up beside the others, one sample after another
   void* row_deltas = nullptr;         // (N, H, L) sum over s of weight * its gradient, in the accumulation type
 };
 
-/// Part `split` of the keys of (n, kv_head), against all rows of the heads that share them.
+/// Part `split` of the keys of (n, kv_head), against all rows of the heads that share them, for samples n to n_end.
 struct BackwardItem {
   std::int64_t n = 0;
+  std::int64_t n_end = 0;
   std::int64_t kv_head = 0;
   std::int64_t split = 0;
 };

@@ -264,16 +264,33 @@ std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
   return dearest_first(std::move(items));
 }
 
+/// Whether the main loop can sum up attn_mask's gradient on its way: where heads and elements have gradients of their
+/// own, in the type that sums have. Otherwise owners of its tiles compute the scores once more.
+bool can_add_mask_gradient(const AttentionProblem& problem, const core::BackwardOutputs& outputs) {
+  const std::array<std::int64_t, 4> whole{outputs.attn_mask_sizes[0], problem.heads, problem.query_length,
+                                          problem.masked_keys()};
+  const DType sums = problem.query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  return outputs.grad_attn_mask && outputs.attn_mask_sizes == whole && outputs.grad_attn_mask.dtype == sums;
+}
+
+/// Samples that share attn_mask go one after another, so that the order of its gradient's sums is fixed.
+std::int64_t samples_per_item(const BackwardPlan& plan) {
+  return plan.adds_mask_gradient && plan.outputs.attn_mask_sizes[0] == 1 ? plan.call.problem->batch : 1;
+}
+
 std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
   const AttentionProblem& problem = *plan.call.problem;
   std::vector<Costed<BackwardItem>> items;
-  for (std::int64_t n = 0; n < problem.batch; ++n) {
+  const std::int64_t samples = samples_per_item(plan);
+  for (std::int64_t n = 0; n < problem.batch; n += samples) {
+    double kept = 0.0;
+    for (std::int64_t i = n; i < n + samples; ++i) kept += static_cast<double>(plan.call.masks->kept_keys(i).count);
     for (std::int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
       for (std::int64_t split = 0; split < plan.key_splits; ++split) {
         // Under causality the first keys are seen by the most rows.
         const double share =
             problem.is_causal ? 2.0 - static_cast<double>(split) / static_cast<double>(plan.key_splits) : 1.0;
-        items.push_back({{n, kv_head, split}, static_cast<double>(plan.call.masks->kept_keys(n).count) * share});
+        items.push_back({{n, n + samples, kv_head, split}, kept * share});
       }
     }
   }
@@ -282,10 +299,10 @@ std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
 
 /// Each split holds sums of the size of grad_query. Grouped heads make few (n, kv_head) pairs of many rows: beyond four
 /// splits their sums would outgrow everything else.
-std::int64_t choose_key_splits(const AttentionProblem& problem) {
-  const std::int64_t heads = std::max<std::int64_t>(problem.batch * problem.kv_heads, 1);
-  const std::int64_t most =
-      std::max<std::int64_t>(4, kWorkParts / std::max<std::int64_t>(problem.batch * problem.heads, 1));
+std::int64_t choose_key_splits(const AttentionProblem& problem, std::int64_t samples_an_item) {
+  const std::int64_t samples = problem.batch / std::max<std::int64_t>(samples_an_item, 1);
+  const std::int64_t heads = std::max<std::int64_t>(samples * problem.kv_heads, 1);
+  const std::int64_t most = std::max<std::int64_t>(4, kWorkParts / std::max<std::int64_t>(samples * problem.heads, 1));
   const std::int64_t steps = ceil_div(problem.key_length, kBackwardKeys);
   return std::clamp(std::min({most, kWorkParts / heads, steps / kMinStepsPerSplit}), std::int64_t{1},
                     std::max<std::int64_t>(steps, 1));
@@ -358,6 +375,22 @@ void reduce_key_bias(const BackwardPlan& plan) {
   }
 }
 
+template <typename T>
+void zero_mask_gradient(const BackwardPlan& plan, const Parallel& parallel) {
+  const core::MutableView& to = plan.outputs.grad_attn_mask;
+  const std::array<std::int64_t, 4>& sizes = plan.outputs.attn_mask_sizes;
+  for_each_item(parallel, sizes[0] * sizes[1], 0, [&](std::int64_t i, std::byte*) {
+    for (std::int64_t row = 0; row < sizes[2]; ++row) {
+      T* first = static_cast<T*>(to.data) + to.offset(i / sizes[1], i % sizes[1], row, 0);
+      if (to.strides[3] == 1) {
+        std::fill_n(first, sizes[3], T{0});
+      } else {
+        for (std::int64_t key = 0; key < sizes[3]; ++key) first[key * to.strides[3]] = T{0};
+      }
+    }
+  });
+}
+
 void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
   const std::array<std::int64_t, 4>& stored = plan.outputs.attn_mask_sizes;
   const std::int64_t row_step = stored[2] > 1 ? kMaskGradientRows : 1;
@@ -428,7 +461,7 @@ ForwardDescription describe_forward(const AttentionProblem& problem, core::Weigh
   for (std::int64_t n = 0; n < problem.batch; ++n) description.kept_keys += masks.kept_keys(n).count;
   description.has_padding_bias = masks.has_padding_bias();
   count_tiles(problem, masks, description);
-  description.backward_key_splits = choose_key_splits(problem);
+  description.backward_key_splits = choose_key_splits(problem, 1);
   return description;
 }
 
@@ -439,7 +472,8 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
   const KernelTable& kernels = kernels_for(problem.query.dtype);
   const std::size_t element = accumulator_size(problem.query.dtype);
   BackwardPlan plan{make_constants(problem, masks), inputs, outputs};
-  plan.key_splits = choose_key_splits(problem);
+  plan.adds_mask_gradient = can_add_mask_gradient(problem, outputs);
+  plan.key_splits = choose_key_splits(problem, samples_per_item(plan));
 
   const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
   const Buffer deltas = allocate(rows * element);
@@ -449,7 +483,12 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
   const auto stored_keys = static_cast<std::size_t>(problem.batch * problem.kv_heads * problem.key_length);
   const Buffer key_bias = outputs.grad_key_padding_mask ? allocate_zeroed(stored_keys * element) : nullptr;
   plan.key_bias_partials = key_bias.get();
-  if (outputs.grad_query || outputs.grad_key || outputs.grad_value || outputs.grad_key_padding_mask) {
+  if (plan.adds_mask_gradient) {
+    problem.query.dtype == DType::kFloat64 ? zero_mask_gradient<double>(plan, schedule)
+                                           : zero_mask_gradient<float>(plan, schedule);
+  }
+  if (outputs.grad_query || outputs.grad_key || outputs.grad_value || outputs.grad_key_padding_mask ||
+      plan.adds_mask_gradient) {
     Buffer partials;
     if (plan.key_splits > 1) {
       const auto padded_rows = static_cast<std::size_t>(problem.batch * problem.heads * plan.key_splits *
@@ -467,7 +506,7 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
   if (outputs.grad_key_padding_mask) {
     problem.query.dtype == DType::kFloat64 ? reduce_key_bias<double>(plan) : reduce_key_bias<float>(plan);
   }
-  if (outputs.grad_attn_mask) run_mask_gradient(plan, kernels, schedule);
+  if (outputs.grad_attn_mask && !plan.adds_mask_gradient) run_mask_gradient(plan, kernels, schedule);
 }
 
 void dropout_mask(const AttentionProblem& problem, bool* keep, const Parallel& parallel) {

@@ -346,6 +346,28 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
   rows.started = true;
 }
 
+/// Adds a tile's dS to attn_mask's gradient, which nobody else adds to meanwhile.
+template <typename T>
+static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, const KeySpan& keys,
+                              const GradTile<T>& tile) {
+  const core::MutableView& to = plan.outputs.grad_attn_mask;
+  const std::int64_t n = plan.outputs.attn_mask_sizes[0] == 1 ? 0 : block.n;
+  const std::int64_t masked = plan.call.problem->masked_keys();
+  std::int64_t count = keys.count;
+  while (count > 0 && keys[count - 1] >= masked) --count;
+  const bool in_order = keys.positions == nullptr && to.strides[3] == 1;
+  for (std::int64_t row = 0; row < block.rows; ++row) {
+    T* target = static_cast<T*>(to.data) + to.offset(n, block.h, block.row_begin + row, 0);
+    const T* from = tile.score_grads + row * kBackwardKeys;
+    std::int64_t i = 0;
+    if (in_order) {
+      T* run = target + keys.first;
+      for (; i + kLanes<T> <= count; i += kLanes<T>) store<T>(run + i, load<T>(run + i) + load<T>(from + i));
+    }
+    for (; i < count; ++i) target[keys[i] * to.strides[3]] += from[i];
+  }
+}
+
 /// Writes a finished step's key and value gradients to the keys it stands for.
 template <typename T>
 static void store_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
@@ -458,6 +480,7 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
     if (!scratch.tile.mask->any_visible) continue;
     if (!rows.packed) pack_grad_rows<T>(plan, sizes, block, rows);
     gradient_tile<T>(plan, rows, keys, scratch.tile, scratch.prefetcher);
+    if (plan.adds_mask_gradient) add_mask_gradient<T>(plan, block, keys.keys, scratch.tile);
     accumulate_grads<T>(plan, sizes, rows, keys, scratch.tile);
   }
   store_key_grads<T>(plan, sizes, item, keys);
@@ -495,9 +518,10 @@ static void plan_prefetch(const BackwardPlan& plan, const BackwardItem& item, co
   prefetcher.spread_over(2 * tiles * scratch.blocks);
 }
 
+/// One sample of an item.
 template <typename T>
-static void backward_item(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
-                          std::byte* base) {
+static void backward_sample(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
+                            std::byte* base) {
   const CallConstants& call = plan.call;
   const BackwardSizes<T> sizes(*call.problem);
   BackwardScratch<T> scratch;
@@ -529,6 +553,16 @@ static void backward_item(const BackwardPlan& plan, const BackwardItem& item, co
                            row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head),
                            rows.query_grad);
     }
+  }
+}
+
+template <typename T>
+static void backward_item(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
+                          std::byte* base) {
+  for (std::int64_t n = item.n; n < item.n_end; ++n) {
+    const BackwardItem sample{n, n + 1, item.kv_head, item.split};
+    const BackwardItem after{n + 1, n + 2, item.kv_head, item.split};
+    backward_sample<T>(plan, sample, n + 1 < item.n_end ? after : next, base);
   }
 }
 
