@@ -28,6 +28,8 @@ using core::Parallel;
 /// Row blocks whose state an item keeps at once: 24 x 48 rows make the packing of keys cheap (about 1 % of the
 /// products at D = 64) and still fit the L2 cache (benchmark row "forward float32 L=1024").
 constexpr std::int64_t kMaxBlocksPerItem = 24;
+/// Packing an item's keys, in units of one block's work on them.
+constexpr double kPackingPerBlockOfRows = 0.12;
 /// Bytes of weights that an item may hold back when weights are returned: a good part of the L2 cache.
 constexpr std::int64_t kWeightsPanelBytes = 1 << 20;
 /// Parts that work is split into at least, where the keys are long enough. A constant: the split decides the order of
@@ -235,10 +237,23 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
         2 * (problem.key_length + kForwardKeys) * static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
     most = std::clamp<std::int64_t>(kWeightsPanelBytes / (row_bytes * kBlockRows), 1, most);
   }
-  // At least two items a thread where there is that much work; even items rather than a short last one.
-  const std::int64_t items_wanted = ceil_div(parallel.threads > 1 ? 2 * parallel.threads : 1, groups);
-  const std::int64_t items = std::clamp(std::max(ceil_div(blocks, most), items_wanted), std::int64_t{1}, blocks);
-  return ceil_div(blocks, items);
+  // The size with which the thread that works longest has the least to do. Items of one size are handed out in rounds;
+  // where causality makes them unequal, or another program takes a thread's time, more of them even it out.
+  const std::int64_t threads = std::max(parallel.threads, 1);
+  const std::int64_t least_items = threads == 1 ? 1 : threads * (problem.is_causal ? 4 : 2);
+  std::int64_t best = 1;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for (std::int64_t size = 1; size <= most; ++size) {
+    const std::int64_t items = groups * ceil_div(blocks, size);
+    if (size > 1 && items < least_items) break;
+    const double cost =
+        static_cast<double>(ceil_div(items, threads)) * (static_cast<double>(size) + kPackingPerBlockOfRows);
+    if (cost <= best_cost) {
+      best = size;
+      best_cost = cost;
+    }
+  }
+  return best;
 }
 
 std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
