@@ -246,7 +246,7 @@ def table_row(row: dict[str, Any]) -> str:
     rival = row["rival"]
     errors = row["errors"]
     extra = _pair(row["extra_bytes"], row["rival_extra_bytes"], lambda value: f"{value / memory.MIB:.0f}")
-    error = _pair(errors.get("ours"), errors.get(_sdpa_with_error(errors)), lambda value: f"{value:.0e}")
+    error = _pair(errors.get("ours"), errors.get(sdpa_with_error(errors)), lambda value: f"{value:.0e}")
     line = (
         f"{row['name']:<52} {times['ours']['lower'] * 1e3:>9.3f} "
         f"{_number(times[rival]['lower'] * 1e3 if rival else None, 3):>9} {rival:<17} {row['gflops']:>7.0f} "
@@ -256,7 +256,7 @@ def table_row(row: dict[str, Any]) -> str:
     return line + ("\n" + " " * len(line)).join(goals or ["-"])
 
 
-def _sdpa_with_error(errors: dict[str, float]) -> str:
+def sdpa_with_error(errors: dict[str, float]) -> str:
     return next((name for name in rivals.SDPA if name in errors), "")
 
 
