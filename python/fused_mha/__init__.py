@@ -22,11 +22,13 @@ from fused_mha import _library
 # The operators must be registered before the modules below look them up.
 _library.load()
 
-from fused_mha import functional  # noqa: E402
+from fused_mha import _batching, functional  # noqa: E402
 from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
 from fused_mha._flops import flop_formulas  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
 from fused_mha.replace import ReplacementReport, replace_multihead_attention  # noqa: E402
+
+_batching.register()
 
 __version__: str = _library.version()
 #: What ``CMAKE_PREFIX_PATH`` needs so that ``find_package(FusedMHA)`` succeeds.

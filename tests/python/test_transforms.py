@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Second order, forward mode, vmap and the torch.func transforms."""
+"""Second order, forward mode and the torch.func transforms; vmap is in test_vmap.py."""
 
 from __future__ import annotations
 
@@ -125,43 +125,6 @@ def test_func_grad_and_vjp() -> None:
     output, pullback = torch.func.vjp(as_function(inputs), *leaves)
     for ours, theirs in zip(pullback(2 * output), found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (2, 1, 0)], ids=str)
-def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...]) -> None:
-    generator = torch.Generator().manual_seed(3)
-    every = [torch.randn(5, 2, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
-    arguments = [t[0] if d is None else t.movedim(0, d) for t, d in zip(every, in_dims, strict=True)]
-    found = torch.func.vmap(lambda *t: ops.attention(*t, is_causal=True), in_dims=in_dims)(*arguments)
-    for i in range(5):
-        sample = [t[0] if d is None else t[i] for t, d in zip(every, in_dims, strict=True)]
-        torch.testing.assert_close(found[i], ops.attention(*sample, is_causal=True), rtol=1e-12, atol=1e-13)
-
-
-def test_vmap_over_masks_and_weights() -> None:
-    inputs = make(Case("vmap_masks", L=3, S=4, D=3))
-    padding = torch.rand(5, 2, 4, generator=torch.Generator().manual_seed(6)) < 0.5
-    arguments = [leaf.detach() for leaf in inputs.leaves()]
-    found = torch.func.vmap(lambda m: ops.attention_with_weights(*arguments, key_padding_mask=m))(padding)
-    for i in range(5):
-        expected = ops.attention_with_weights(*arguments, key_padding_mask=padding[i])
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours[i], theirs, rtol=1e-12, atol=1e-13)
-
-
-def test_per_sample_gradients() -> None:
-    inputs = make(Case("per_sample", N=3, L=3, S=4, D=3, padding="right"))
-    query, key, value = (t.detach() for t in inputs.tensors())
-    scale = torch.tensor(0.7, dtype=torch.float64)
-
-    def loss(factor: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor):
-        return ops.attention(factor * q[None], k[None], v[None], key_padding_mask=mask[None]).square().sum()
-
-    mask = inputs.key_padding_mask
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0, 0))(scale, query, key, value, mask)
-    for i in range(3):
-        one = torch.func.grad(loss)(scale, query[i], key[i], value[i], mask[i])
-        torch.testing.assert_close(found[i], one, rtol=1e-10, atol=1e-12)
 
 
 def test_checkpoint_draws_the_same_dropout_again() -> None:

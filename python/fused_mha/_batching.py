@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""vmap: how the private operators take a mapped dimension, of size B. Public ones are made of these.
+
+One call of the kernels does all B. The mapped dimension becomes part of N or of H, by a view wherever strides allow:
+
+* ``BEFORE_BATCH``, (B*N, H, L, D): always possible;
+* ``BEFORE_HEADS``, (N, B*H, L, D): where one key_padding_mask serves all B and weights are not averaged over heads;
+* ``AFTER_HEADS``, (N, H*B, L, D): as ``BEFORE_HEADS``, where keys and values are not mapped; they serve all B as those
+  of grouped queries do.
+
+Of those possible the one that copies the fewest bytes is taken, so a mask is read in place where any of them can.
+
+With dropout each of the B has a call of its own: an element's bits depend on (n, h, l, s), and must be those that a
+loop would have had. ``randomness=`` takes effect where the state of the generator is drawn: a mapped state makes
+another mask for each, one that is not mapped the same for all.
+
+In Python, because ``torch.library.register_vmap`` is what PyTorch promises for this; the headers with which its own
+rules are written in C++ cannot be compiled from an installed torch.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_AVERAGED = 1  # core::WeightsMode::kAveraged
+
+#: Places of query, key, value, key_padding_mask and attn_mask in what follows.
+_QUERY, _KEY, _VALUE, _PADDING, _MASK = range(5)
+
+
+class _Place(enum.IntEnum):
+    """The number is where the mapped dimension then is in (N, H, ...)."""
+
+    BEFORE_BATCH = 0
+    BEFORE_HEADS = 1
+    AFTER_HEADS = 2
+
+    @property
+    def merged_dim(self) -> int:
+        """The dimension of (N, H, ...) that the mapped one is merged with."""
+        return min(self.value, 1)
+
+
+class _Operand(NamedTuple):
+    """A tensor below the vmap at hand; its first dimension is the mapped one if it has one."""
+
+    tensor: Tensor
+    mapped: bool
+
+    def size(self, dim: int) -> int:
+        """Of the tensor as each of the B sees it."""
+        return self.tensor.size(dim + self.mapped)
+
+    def of_sample(self, sample: int) -> Tensor:
+        return self.tensor.select(0, sample) if self.mapped else self.tensor
+
+
+def _operand(tensor: Tensor | None, mapped_dim: int | None) -> _Operand | None:
+    if tensor is None:
+        return None
+    return _Operand(tensor, False) if mapped_dim is None else _Operand(tensor.movedim(mapped_dim, 0), True)
+
+
+def _with_mapped_dim(operand: _Operand, place: _Place, batch_size: int) -> Tensor:
+    """(N, H, ...) with the mapped dimension put in; stride 0 where the operand has none."""
+    if operand.mapped:
+        return operand.tensor.movedim(0, place)
+    sizes = list(operand.tensor.shape)
+    sizes.insert(place, batch_size)
+    return operand.tensor.unsqueeze(place).expand(sizes)
+
+
+def _merge(operand: _Operand, place: _Place, batch_size: int) -> Tensor:
+    return _with_mapped_dim(operand, place, batch_size).flatten(place.merged_dim, place.merged_dim + 1)
+
+
+def _unmerge(tensor: Tensor, place: _Place, batch_size: int, own: int) -> Tensor:
+    """(B, N, H, ...) from what was merged; ``own`` is the size that the mapped dimension was merged with."""
+    dim, sizes = place.merged_dim, list(tensor.shape)
+    sizes[dim : dim + 1] = (own, batch_size) if place is _Place.AFTER_HEADS else (batch_size, own)
+    return tensor.view(sizes).movedim(place, 0)
+
+
+def _copied_bytes(operand: _Operand, place: _Place, batch_size: int) -> int:
+    """What _merge copies."""
+    split, dim = _with_mapped_dim(operand, place, batch_size), place.merged_dim
+    outer, inner = split.shape[dim : dim + 2]
+    is_view = outer == 1 or inner == 1 or split.stride(dim) == inner * split.stride(dim + 1)
+    return 0 if is_view else split.numel() * split.element_size()
+
+
+class _Folded:
+    """The tensors of a call, apart from the generator's state, and how all B of them become one call.
+
+    ``wanted`` says for which the call computes gradients: one for each of the B, whether the tensor is mapped or not.
+    """
+
+    def __init__(
+        self, operands: list[_Operand | None], batch_size: int, averages_heads: bool, wanted: list[bool]
+    ) -> None:
+        self.operands = operands
+        self.batch_size = batch_size
+        self.serves_all = [o is None or not (o.mapped or w) for o, w in zip(operands, wanted, strict=True)]
+        self.place = self._choose_place(averages_heads)
+
+    def argument(self, which: int) -> Tensor | None:
+        """As the one call takes it."""
+        operand = self.operands[which]
+        if operand is None or self._stays(which, operand, self.place):
+            return None if operand is None else operand.tensor
+        return _merge(self._to_merge(which, operand, self.place), self.place, self.batch_size)
+
+    def arguments(self) -> list[Tensor | None]:
+        return [self.argument(which) for which in range(len(self.operands))]
+
+    def like_query(self, operand: _Operand | None) -> Tensor | None:
+        """Something else that is (N, H, ...) with the sizes of the query."""
+        return None if operand is None else _merge(operand, self.place, self.batch_size)
+
+    def result(self, merged: Tensor) -> Tensor:
+        """A result of the one call, with the mapped dimension in front."""
+        return _unmerge(merged, self.place, self.batch_size, self._size_of(_QUERY))
+
+    def gradient(self, merged: Tensor, which: int) -> Tensor:
+        """The same for the gradient of an argument."""
+        own = self._size_of(which)
+        split = _unmerge(merged, self.place, self.batch_size, self._size_of(_QUERY) if which == _MASK else own)
+        return split.sum(1 + self.place.merged_dim, keepdim=True) if which == _MASK and own == 1 else split
+
+    def _size_of(self, which: int) -> int:
+        operand = self.operands[which]
+        assert operand is not None
+        return operand.size(self.place.merged_dim)
+
+    def _stays(self, which: int, operand: _Operand, place: _Place) -> bool:
+        """Whether one and the same tensor serves all B."""
+        if not self.serves_all[which]:
+            return False
+        if which == _MASK:
+            return operand.size(place.merged_dim) == 1
+        if which == _PADDING:
+            return place is not _Place.BEFORE_BATCH
+        return which != _QUERY and place is _Place.AFTER_HEADS
+
+    def _to_merge(self, which: int, operand: _Operand, place: _Place) -> _Operand:
+        """attn_mask may have size 1 where the others have N or H."""
+        if which != _MASK:
+            return operand
+        query = self.operands[_QUERY]
+        assert query is not None
+        sizes = list(operand.tensor.shape)
+        sizes[place.merged_dim + operand.mapped] = query.size(place.merged_dim)
+        return _Operand(operand.tensor.expand(sizes), operand.mapped)
+
+    def _places(self, averages_heads: bool) -> list[_Place]:
+        """Those possible; of two that cost the same the first is taken."""
+        places = [_Place.BEFORE_BATCH]
+        if not averages_heads and self.serves_all[_PADDING]:
+            if self.serves_all[_KEY] and self.serves_all[_VALUE]:
+                places.append(_Place.AFTER_HEADS)
+            places.append(_Place.BEFORE_HEADS)
+        return places
+
+    def _choose_place(self, averages_heads: bool) -> _Place:
+        given = [(which, operand) for which, operand in enumerate(self.operands) if operand is not None]
+        sizes = [self.batch_size, *(size for _, operand in given for size in operand.tensor.shape)]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            # Costs cannot be compared without guards, for which other sizes would be compiled again.
+            return _Place.BEFORE_BATCH
+
+        def cost(place: _Place) -> int:
+            return sum(
+                _copied_bytes(self._to_merge(which, operand, place), place, self.batch_size)
+                for which, operand in given
+                if not self._stays(which, operand, place)
+            )
+
+        return min(self._places(averages_heads), key=cost)
+
+
+def _stacked(
+    batch_size: int, call: Callable[[int], tuple[Tensor, ...]]
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Results of a call for each of the B, and where their mapped dimension is."""
+    results = tuple(torch.stack(parts) for parts in zip(*map(call, range(batch_size)), strict=True))
+    return results, (0,) * len(results)
+
+
+def _of_sample(operand: _Operand | None, sample: int) -> Tensor | None:
+    return None if operand is None else operand.of_sample(sample)
+
+
+def _forward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    op = torch.ops.fused_mha._attention_forward
+    *operands, state = (_operand(args[i], in_dims[i]) for i in (0, 1, 2, 3, 4, 8))
+    is_causal, dropout_p, scale = args[5:8]
+    visible, mode = args[9:]
+    if dropout_p > 0 and info.batch_size > 0:
+
+        def call(sample: int) -> tuple[Tensor, ...]:
+            tensors = (_of_sample(operand, sample) for operand in operands)
+            results: tuple[Tensor, ...] = op(
+                *tensors, is_causal, dropout_p, scale, _of_sample(state, sample), visible, mode
+            )
+            return results
+
+        return _stacked(info.batch_size, call)
+    folded = _Folded(operands, info.batch_size, mode == _AVERAGED, [False] * 5)
+    output, weights, *statistics = op(*folded.arguments(), is_causal, 0.0, scale, None, visible, mode)
+    weights_dim = 0 if mode else None
+    results = (folded.result(output), folded.result(weights) if mode else weights, *map(folded.result, statistics))
+    return results, (0, weights_dim, 0, 0)
+
+
+def _backward_rule(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    op = torch.ops.fused_mha._attention_backward
+    grad_output, grad_weights, *operands, output, row_max, row_sum, state = (
+        _operand(args[i], in_dims[i]) for i in (*range(10), 13)
+    )
+    is_causal, dropout_p, scale = args[10:13]
+    visible, mode, wanted = args[14:]
+    if dropout_p > 0 and info.batch_size > 0:
+
+        def call(sample: int) -> tuple[Tensor, ...]:
+            gradients = (_of_sample(operand, sample) for operand in (grad_output, grad_weights))
+            tensors = (_of_sample(operand, sample) for operand in (*operands, output))
+            statistics = (_contiguous(_of_sample(operand, sample)) for operand in (row_max, row_sum))
+            numbers = (is_causal, dropout_p, scale, _of_sample(state, sample), visible, mode, wanted)
+            results: tuple[Tensor, ...] = op(*gradients, *tensors, *statistics, *numbers)
+            return results
+
+        return _stacked(info.batch_size, call)
+    averages_heads = mode == _AVERAGED and grad_weights is not None
+    folded = _Folded(operands, info.batch_size, averages_heads, list(wanted))
+    results = op(
+        folded.like_query(grad_output),
+        folded.like_query(grad_weights),
+        *folded.arguments(),
+        folded.like_query(output),
+        _contiguous(folded.like_query(row_max)),
+        _contiguous(folded.like_query(row_sum)),
+        is_causal,
+        0.0,
+        scale,
+        None,
+        visible,
+        mode,
+        wanted,
+    )
+    # One that nobody wants is an empty tensor, the same for all.
+    return (
+        tuple(folded.gradient(result, i) if wanted[i] else result for i, result in enumerate(results)),
+        tuple(0 if w else None for w in wanted),
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """As the kernels want row_max and row_sum."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def _dropout_mask_rule(info: Any, in_dims: tuple[Any, ...], rng_state: Tensor, *args: Any) -> tuple[Tensor, int]:
+    states = rng_state.movedim(in_dims[0], 0)
+    if info.batch_size == 0:
+        N, H, L, S, _ = args
+        return states.new_empty((0, N, H, L, S), dtype=torch.bool), 0
+    return torch.stack([torch.ops.fused_mha.dropout_mask(state, *args) for state in states.unbind()]), 0
+
+
+def register() -> None:
+    torch.library.register_vmap("fused_mha::_attention_forward", _forward_rule)
+    torch.library.register_vmap("fused_mha::_attention_backward", _backward_rule)
+    torch.library.register_vmap("fused_mha::dropout_mask", _dropout_mask_rule)
