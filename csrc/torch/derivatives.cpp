@@ -36,28 +36,48 @@ Tensor sum_of(const Tensor& a, const Tensor& b) {
   return b.defined() ? a + b : a;
 }
 
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+/// Something with a row for each query or for each key, ready for products. Where masks hide, what is not finite stands
+/// apart, so that 0 times it cannot reach a result that must not see it.
+struct Operand {
+  Tensor finite;      // in the accumulation type, 0 where not finite
+  Tensor not_finite;  // the same shape, 1 where not finite; undefined where nothing hides: `finite` is then as given
+};
+
 /// The forward pass up to the weights, in the accumulation type, with as many key/value heads as query heads.
 class Unfused {
  public:
   explicit Unfused(const AttentionArguments& arguments);
 
-  const Tensor& query() const { return query_; }
-  const Tensor& key() const { return key_; }
-  const Tensor& value() const { return value_; }
+  const Operand& query() const { return query_; }
+  const Operand& key() const { return key_; }
+  const Operand& value() const { return value_; }
   const Tensor& probabilities() const { return probabilities_; }
   Tensor weights() const { return dropped(probabilities_); }
-  double scale() const { return arguments_.scale; }
 
   /// After dropout: an undefined tensor stays so.
   Tensor dropped(const Tensor& tensor) const { return tensor.defined() && keep_.defined() ? tensor * keep_ : tensor; }
 
   /// Something of query's or output's shape, or of key's or value's, made ready as these were.
-  Tensor row_operand(const Tensor& tensor) const;
-  Tensor key_operand(const Tensor& tensor) const;
+  Operand row_operand(const Tensor& tensor) const;
+  Operand key_operand(const Tensor& tensor) const;
+
+  /// rows keys^T, (N, H, L, S): 0 where hidden.
+  Tensor rows_by_keys(const Operand& rows, const Operand& keys) const;
+  /// weights keys (N, H, L, ...) and weights^T rows (N, H, S, ...), for weights that are 0 where hidden.
+  Tensor weighted_keys(const Tensor& weights, const Operand& keys) const;
+  Tensor weighted_rows(const Tensor& weights, const Operand& rows) const;
 
   /// (N, H, L, S) with zeros where hidden.
   Tensor visible_only(const Tensor& tensor) const {
     return hidden_.defined() ? tensor.masked_fill(hidden_, 0.0) : tensor;
+  }
+
+  /// P (x - rowsum(P x)): the change of the softmax for a change x of the scores, and the other way. A row whose sum is
+  /// NaN has it in its visible part only.
+  Tensor through_softmax(const Tensor& tensor) const {
+    return visible_only(probabilities_ * (tensor - row_sum(probabilities_ * tensor)));
   }
 
   /// dW of the header comment.
@@ -79,12 +99,14 @@ class Unfused {
   Tensor over_all_keys(const Tensor& mask) const;
   void read_masks();
   void compute_probabilities();
+  Operand operand(const Tensor& wide) const;
 
   const AttentionArguments& arguments_;
   at::ScalarType accumulation_;
-  Tensor query_, key_, value_;
-  Tensor hidden_;  // bool, broadcastable to (N, H, L, S); undefined where nothing hides
-  Tensor bias_;    // the same for what is added to the scores
+  Operand query_, key_, value_;
+  Tensor hidden_;   // bool, broadcastable to (N, H, L, S); undefined where nothing hides
+  Tensor visible_;  // 1 where not hidden, with sizes L and S; undefined with hidden_
+  Tensor bias_;     // what is added to the scores, broadcastable; undefined where nothing is
   Tensor probabilities_;
   Tensor keep_;  // Z of the header comment; undefined without dropout
 };
@@ -138,15 +160,23 @@ void Unfused::read_masks() {
                          arguments_.query.options().dtype(at::kBool))
              .triu(1));
   }
-  if (hidden_.defined()) hidden_ = over_all_keys(hidden_);
+  if (!hidden_.defined()) return;
+  hidden_ = over_all_keys(hidden_);
+  const auto sizes = hidden_.sym_sizes();
+  visible_ = hidden_.logical_not()
+                 .expand_symint({sizes[0], sizes[1], arguments_.query_length(), arguments_.key_length()})
+                 .to(accumulation_);
 }
 
-Tensor Unfused::row_operand(const Tensor& tensor) const {
-  const auto wide = tensor.to(accumulation_);
-  return hidden_.defined() ? wide.masked_fill(hidden_.all(-1, /*keepdim=*/true), 0.0) : wide;
+Operand Unfused::operand(const Tensor& wide) const {
+  if (!hidden_.defined()) return {wide, Tensor()};
+  const auto not_finite = wide.isfinite().logical_not();
+  return {wide.masked_fill(not_finite, 0.0), not_finite.to(accumulation_)};
 }
 
-Tensor Unfused::key_operand(const Tensor& tensor) const {
+Operand Unfused::row_operand(const Tensor& tensor) const { return operand(tensor.to(accumulation_)); }
+
+Operand Unfused::key_operand(const Tensor& tensor) const {
   auto wide = tensor.to(accumulation_);
   const auto heads = arguments_.heads();
   const auto kv_heads = arguments_.kv_heads();
@@ -155,11 +185,29 @@ Tensor Unfused::key_operand(const Tensor& tensor) const {
                .expand_symint({wide.sym_size(0), kv_heads, heads / kv_heads, wide.sym_size(2), wide.sym_size(3)})
                .flatten(1, 2);
   }
-  return hidden_.defined() ? wide.masked_fill(hidden_.all(-2).unsqueeze(-1), 0.0) : wide;
+  return operand(wide);
+}
+
+Tensor Unfused::rows_by_keys(const Operand& rows, const Operand& keys) const {
+  const auto product = at::matmul(rows.finite, transposed(keys.finite));
+  if (!hidden_.defined()) return product;
+  // What a row's softmax makes of one score that is not finite it makes of the whole row.
+  const auto seen = at::matmul(visible_, row_sum(keys.not_finite)) + row_sum(rows.not_finite);
+  return visible_only(product.masked_fill(seen > 0, kNaN));
+}
+
+Tensor Unfused::weighted_keys(const Tensor& weights, const Operand& keys) const {
+  const auto product = at::matmul(weights, keys.finite);
+  return hidden_.defined() ? product.masked_fill(at::matmul(visible_, keys.not_finite) > 0, kNaN) : product;
+}
+
+Tensor Unfused::weighted_rows(const Tensor& weights, const Operand& rows) const {
+  const auto product = at::matmul(transposed(weights), rows.finite);
+  return hidden_.defined() ? product.masked_fill(at::matmul(transposed(visible_), rows.not_finite) > 0, kNaN) : product;
 }
 
 void Unfused::compute_probabilities() {
-  const auto scores = sum_of(at::matmul(query_ * scale(), transposed(key_)), bias_);
+  const auto scores = sum_of(rows_by_keys(query_, key_) * arguments_.scale, bias_);
   if (!hidden_.defined()) {
     probabilities_ = at::softmax(scores, -1);
     return;
@@ -170,7 +218,7 @@ void Unfused::compute_probabilities() {
 
 Tensor Unfused::grad_of_weights(const BackwardArguments& b) const {
   Tensor gradient;
-  if (has_tensor(b.grad_output)) gradient = at::matmul(row_operand(*b.grad_output), transposed(value_));
+  if (has_tensor(b.grad_output)) gradient = rows_by_keys(row_operand(*b.grad_output), value_);
   if (has_tensor(b.grad_weights)) {
     auto of_weights = b.grad_weights->to(accumulation_);
     if (static_cast<core::WeightsMode>(arguments_.weights_mode) == core::WeightsMode::kAveraged) {
@@ -213,8 +261,8 @@ Tensor Unfused::as_weights(const Tensor& per_head) const {
 Tensor Unfused::score_change(const Tensor& query, const Tensor& key, const Tensor& key_padding_mask,
                              const Tensor& attn_mask) const {
   Tensor change;
-  if (query.defined()) change = at::matmul(row_operand(query) * scale(), transposed(key_));
-  if (key.defined()) change = sum_of(change, at::matmul(query_ * scale(), transposed(key_operand(key))));
+  if (query.defined()) change = rows_by_keys(row_operand(query), key_) * arguments_.scale;
+  if (key.defined()) change = sum_of(change, rows_by_keys(query_, key_operand(key)) * arguments_.scale);
   if (key_padding_mask.defined()) {
     change = sum_of(change, over_all_keys(key_padding_mask.to(accumulation_).unsqueeze(1).unsqueeze(1)));
   }
@@ -239,29 +287,28 @@ bool has_tangent(const AttentionArguments& a, const BackwardArguments& b) {
   return has_tangent(a) || is_dual(b.grad_output) || is_dual(b.grad_weights);
 }
 
-std::array<Tensor, 2> unfused_forward(const AttentionArguments& a) {
+std::array<Tensor, 2> forward_tangents(const AttentionArguments& a, const std::array<Tensor, 5>& of) {
   const auto guard = without_autocast();
   const Unfused unfused(a);
-  const auto weights = unfused.weights();
-  const auto output = at::matmul(weights, unfused.value()).to(a.query.scalar_type());
-  return {output, a.weights_mode == 0 ? Tensor() : unfused.as_weights(weights)};
+  const auto change = unfused.score_change(of[0], of[1], of[3], of[4]);
+  const auto weights = unfused.dropped(unfused.through_softmax(change));
+  auto output = unfused.weighted_keys(weights, unfused.value());
+  if (of[2].defined()) output = output + unfused.weighted_keys(unfused.weights(), unfused.key_operand(of[2]));
+  return {unfused.as_query(output), a.weights_mode == 0 ? Tensor() : unfused.as_weights(weights)};
 }
 
 std::array<Tensor, 5> unfused_backward(const AttentionArguments& a, const BackwardArguments& b,
                                        const GradientMask& wanted) {
   const auto guard = without_autocast();
   const Unfused unfused(a);
-  const auto& probabilities = unfused.probabilities();
-  const auto grad_probabilities = unfused.dropped(unfused.grad_of_weights(b));
-  const auto delta = row_sum(probabilities * grad_probabilities);
-  const auto grad_scores = probabilities * (grad_probabilities - delta);
+  const auto grad_scores = unfused.through_softmax(unfused.dropped(unfused.grad_of_weights(b)));
 
   std::array<Tensor, 5> gradients;
-  if (wanted[0]) gradients[0] = unfused.as_query(at::matmul(grad_scores, unfused.key()) * a.scale);
-  if (wanted[1]) gradients[1] = unfused.as_key(at::matmul(transposed(grad_scores), unfused.query()) * a.scale);
+  if (wanted[0]) gradients[0] = unfused.as_query(unfused.weighted_keys(grad_scores, unfused.key()) * a.scale);
+  if (wanted[1]) gradients[1] = unfused.as_key(unfused.weighted_rows(grad_scores, unfused.query()) * a.scale);
   if (wanted[2]) {
     gradients[2] = has_tensor(b.grad_output)
-                       ? unfused.as_key(at::matmul(transposed(unfused.weights()), unfused.row_operand(*b.grad_output)))
+                       ? unfused.as_key(unfused.weighted_rows(unfused.weights(), unfused.row_operand(*b.grad_output)))
                        : at::zeros_like(a.value);
   }
   if (wanted[3]) gradients[3] = unfused.as_key_padding_mask(grad_scores);
@@ -277,41 +324,40 @@ std::array<Tensor, 7> unfused_double_backward(const AttentionArguments& a, const
   const auto weights = unfused.weights();
   const auto grad_probabilities = unfused.dropped(unfused.grad_of_weights(b));
   const auto centred = grad_probabilities - row_sum(probabilities * grad_probabilities);
-  const auto grad_scores = probabilities * centred;
+  const auto grad_scores = unfused.visible_only(probabilities * centred);
 
   // Cotangents, from the results back: dQ, dK and dM reach dS through `change`, dV reaches W through of_value.
   const auto change = unfused.score_change(of[0], of[1], of[3], of[4]);
   const auto mean_change = row_sum(change * probabilities);
-  const auto of_grad_weights = unfused.dropped(probabilities * (change - mean_change));
-  const auto of_value = of[2].defined() ? unfused.key_operand(of[2]) : Tensor();
-  const auto grad_output = has_tensor(b.grad_output) ? unfused.row_operand(*b.grad_output) : Tensor();
+  const auto of_grad_weights = unfused.dropped(unfused.through_softmax(change));
+  const auto of_value = of[2].defined() ? unfused.key_operand(of[2]) : Operand();
+  const auto grad_output = has_tensor(b.grad_output) ? unfused.row_operand(*b.grad_output) : Operand();
 
   auto of_probabilities = change * centred - mean_change * grad_probabilities;
-  if (of_value.defined() && grad_output.defined()) {
-    const auto of_weights = unfused.visible_only(at::matmul(grad_output, transposed(of_value)));
-    of_probabilities = of_probabilities + unfused.dropped(of_weights);
+  if (of[2].defined() && has_tensor(b.grad_output)) {
+    of_probabilities = of_probabilities + unfused.dropped(unfused.rows_by_keys(grad_output, of_value));
   }
-  const auto of_scores = probabilities * (of_probabilities - row_sum(probabilities * of_probabilities));
+  const auto of_scores = unfused.through_softmax(of_probabilities);
 
   std::array<Tensor, 7> result;
   if (wanted[0]) {
-    auto of_output = at::matmul(of_grad_weights, unfused.value());
-    if (of_value.defined()) of_output = of_output + at::matmul(weights, of_value);
+    auto of_output = unfused.weighted_keys(of_grad_weights, unfused.value());
+    if (of[2].defined()) of_output = of_output + unfused.weighted_keys(weights, of_value);
     result[0] = unfused.as_query(of_output);
   }
   if (wanted[1]) result[1] = unfused.as_weights(of_grad_weights);
   if (wanted[2]) {
-    auto of_query = at::matmul(of_scores, unfused.key());
-    if (of[1].defined()) of_query = of_query + at::matmul(grad_scores, unfused.key_operand(of[1]));
+    auto of_query = unfused.weighted_keys(of_scores, unfused.key());
+    if (of[1].defined()) of_query = of_query + unfused.weighted_keys(grad_scores, unfused.key_operand(of[1]));
     result[2] = unfused.as_query(of_query * a.scale);
   }
   if (wanted[3]) {
-    auto of_key = at::matmul(transposed(of_scores), unfused.query());
-    if (of[0].defined()) of_key = of_key + at::matmul(transposed(grad_scores), unfused.row_operand(of[0]));
+    auto of_key = unfused.weighted_rows(of_scores, unfused.query());
+    if (of[0].defined()) of_key = of_key + unfused.weighted_rows(grad_scores, unfused.row_operand(of[0]));
     result[3] = unfused.as_key(of_key * a.scale);
   }
-  if (wanted[4] && grad_output.defined()) {
-    result[4] = unfused.as_key(at::matmul(transposed(of_grad_weights), grad_output));
+  if (wanted[4] && has_tensor(b.grad_output)) {
+    result[4] = unfused.as_key(unfused.weighted_rows(of_grad_weights, grad_output));
   }
   if (wanted[5]) result[5] = unfused.as_key_padding_mask(of_scores);
   if (wanted[6]) result[6] = unfused.as_attn_mask(of_scores);

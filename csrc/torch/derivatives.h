@@ -8,8 +8,8 @@
 //   dW = dO V^T + gW            dP = dW Z            dS = P (dP - rowsum(P dP))
 //   dQ = scale dS K             dK = scale dS^T Q    dV = W^T dO                      dM = dS
 //
-// Sums are kept in float (double for float64 inputs). Queries that see no key, and keys that no query of their head
-// sees, are replaced by zeros, so NaN there stays out. A key that only some queries see must be finite.
+// Sums are kept in float (double for float64 inputs). What is hidden changes nothing, be it NaN; a visible number that
+// is not finite makes NaN of all that it has a part in.
 #pragma once
 
 #include <array>
@@ -22,8 +22,9 @@ namespace fused_mha::detail {
 bool has_tangent(const AttentionArguments& arguments);
 bool has_tangent(const AttentionArguments& arguments, const BackwardArguments& backward);
 
-/// Output and weights (undefined with weights_mode 0), differentiable by any mode.
-std::array<at::Tensor, 2> unfused_forward(const AttentionArguments& arguments);
+/// Tangents of output and weights (undefined with weights_mode 0) for those `of` query, key, value, key_padding_mask
+/// and attn_mask, any of which may be undefined; differentiable by any mode.
+std::array<at::Tensor, 2> forward_tangents(const AttentionArguments& arguments, const std::array<at::Tensor, 5>& of);
 
 /// Gradients of query, key, value, key_padding_mask, attn_mask, differentiable by any mode; undefined if not wanted.
 std::array<at::Tensor, 5> unfused_backward(const AttentionArguments& arguments, const BackwardArguments& backward,

@@ -14,6 +14,7 @@ CASES = (
     Case("plain", L=3, S=4, D=3, Dv=2),
     Case("causal_padding", L=4, S=4, D=3, padding="whole_sample", is_causal=True),
     Case("float_masks", L=3, S=3, D=2, padding="float_inf", mask="float_per_head"),
+    Case("grouped_heads", N=1, H=4, Hkv=2, L=2, S=3, D=2, mask="float_keys_4d", padding="right"),
 )
 
 
@@ -36,6 +37,24 @@ def as_function(inputs: Inputs, weights: bool = False):
         if weights:
             return ops.attention_with_weights(*arguments, **given, average_attn_weights=False)
         return ops.attention(*arguments, **given)
+
+    return function
+
+
+def with_dropout(inputs: Inputs, weights_mode: int, state: tuple[int, int] = (5, 8)):
+    """The private operator with dropout of one given state, as a function of the floating tensors alone."""
+    names = inputs.leaf_names()
+    mask_sizes = None if inputs.attn_mask is None else (1,) * (4 - inputs.attn_mask.dim()) + inputs.attn_mask.shape
+
+    def function(*leaves: torch.Tensor):
+        given = {**inputs.options(), **dict(zip(names, leaves, strict=True))}
+        mask = given["attn_mask"]
+        results = ops._attention_forward(
+            given["query"], given["key"], given["value"], given["key_padding_mask"],
+            mask if mask is None else mask.reshape(mask_sizes),
+            inputs.is_causal, 0.4, 0.5, torch.tensor(state), 0, weights_mode,
+        )  # fmt: skip
+        return results[:2] if weights_mode else results[0]
 
     return function
 
@@ -65,6 +84,29 @@ def directions(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_gradgradcheck(case: Case, weights: bool) -> None:
     inputs = make(case)
     assert torch.autograd.gradgradcheck(as_function(inputs, weights), inputs.leaves())
+
+
+@pytest.mark.parametrize("weights_mode", [0, 1, 2])
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_dropout_in_every_order(case: Case, weights_mode: int) -> None:
+    """First and second order and forward mode, through averaged and per-head weights, for one dropout mask."""
+    inputs = make(case)
+    function = with_dropout(inputs, weights_mode)
+    assert torch.autograd.gradcheck(function, inputs.leaves(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs.leaves(), check_fwd_over_rev=True)
+
+
+def test_second_order_of_a_bias_alone() -> None:
+    """pytorch#148476: frozen query, key and value beside a learned mask."""
+    inputs = make(CASES[2])
+    frozen = [t.detach() for t in inputs.tensors()]
+
+    def function(padding, bias):
+        return ops.attention(*frozen, key_padding_mask=padding, attn_mask=bias)
+
+    masks = (inputs.key_padding_mask, inputs.attn_mask)
+    assert torch.autograd.gradcheck(function, masks, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, masks, check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -100,6 +142,70 @@ def test_hessian_is_not_zero() -> None:
     expected = torch.func.hessian(loss(as_reference(inputs)))(leaves[0])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     assert torch.count_nonzero(expected) > 0
+
+
+DERIVATIVES = {
+    "jacrev": lambda f: torch.func.jacrev(f),
+    "jacfwd": lambda f: torch.func.jacfwd(f),
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).square().sum()),
+    "forward_over_forward": lambda f: torch.func.jacfwd(torch.func.jacfwd(lambda x: f(x).square().sum())),
+    "reverse_over_reverse": lambda f: torch.func.jacrev(torch.func.jacrev(lambda x: f(x).square().sum())),
+    "reverse_over_forward": lambda f: torch.func.jacrev(torch.func.jacfwd(lambda x: f(x).square().sum())),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("which", ["query", "key", "value", "key_padding_mask", "attn_mask"])
+@pytest.mark.filterwarnings("error")
+def test_derivatives_of_derivatives(which: str, derivative: str) -> None:
+    """Each is a vmap of a transform of the operator; the reference is the same of the formula."""
+    inputs = make(Case("derivatives", N=1, L=3, S=3, D=2, padding="float", mask="float_per_head", is_causal=True))
+    leaves = [leaf.detach() for leaf in inputs.leaves()]
+    place = inputs.leaf_names().index(which)
+
+    def of_one(function):
+        return lambda x: function(*leaves[:place], x, *leaves[place + 1 :])
+
+    found = DERIVATIVES[derivative](of_one(as_function(inputs)))(leaves[place])
+    expected = DERIVATIVES[derivative](of_one(as_reference(inputs)))(leaves[place])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert torch.count_nonzero(expected) > 0
+
+
+@pytest.mark.parametrize("spoilt", ["key", "value", "query", "cotangent", "tangent"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_hidden_nan_stays_out_of_every_order(dropout: bool, spoilt: str) -> None:
+    """The first two rows see the first two keys, the last two the others: NaN may spread in its own half only."""
+    inputs = Case("nan", N=1, L=4, S=4, D=3).make(torch.float64)
+    half = torch.arange(4) // 2
+    inputs.attn_mask = half[:, None] != half
+    function = with_dropout(inputs, 0) if dropout else as_function(inputs)
+    generator = torch.Generator().manual_seed(1)
+    clean = {name: getattr(inputs, name) for name in ("query", "key", "value")}
+    for name in ("cotangent", "tangent"):
+        clean[name] = torch.randn(1, 2, 4, 3, dtype=torch.float64, generator=generator)
+
+    def everything(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """First and second order, forward mode and, where tangents are finite, forward over reverse."""
+        leaves = [given[name].clone().requires_grad_() for name in ("query", "key", "value")]
+        cotangent = given["cotangent"].clone().requires_grad_()
+        first = torch.autograd.grad(function(*leaves), leaves, cotangent, create_graph=True)
+        change = (given["tangent"],) * 3
+        second = torch.autograd.grad(first, [*leaves, cotangent], change)
+        primals = tuple(leaf.detach() for leaf in leaves)
+        _, forward = torch.func.jvp(function, primals, change)
+        results = [*first, *second, forward]
+        if spoilt != "tangent":
+            gradient = lambda *tensors: torch.func.vjp(function, *tensors)[1](cotangent.detach())  # noqa: E731
+            results.extend(torch.func.jvp(gradient, primals, change)[1])
+        return results
+
+    dirty = {**clean, spoilt: clean[spoilt].index_fill(2, torch.tensor([3]), float("nan"))}
+    spread = False
+    for before, after in zip(everything(clean), everything(dirty), strict=True):
+        torch.testing.assert_close(after[:, :, :2], before[:, :, :2], rtol=1e-12, atol=1e-13)
+        spread = spread or bool(after[:, :, 2:].isnan().any())
+    assert spread, "visible NaN was turned into a number"
 
 
 def test_gradient_penalty() -> None:
