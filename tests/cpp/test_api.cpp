@@ -137,6 +137,32 @@ TEST_CASE("second derivatives from C++") {
   CHECK(all_close(second(fused_mha::attention(query, query, query)), second(expected)));
 }
 
+TEST_CASE("forward mode from C++, alone and over reverse mode") {
+  torch::manual_seed(8);
+  const auto options = AttentionOptions().key_padding_mask(torch::tensor({{false, false, false, true}}));
+  const auto sizes = std::vector<std::int64_t>{1, 2, 4, 3};
+  const auto input = random_tensor(sizes).requires_grad_();
+  const auto direction = random_tensor(sizes);
+  const auto values_and_gradient = [&](const Tensor& at) {
+    const auto output = fused_mha::attention(at, at, at, options);
+    return std::pair{output, torch::autograd::grad({output.square().sum()}, {at}, {}, true, true)[0]};
+  };
+  const auto level = torch::autograd::forward_ad::enter_dual_level();
+  const auto dual = at::_make_dual(input, direction, static_cast<std::int64_t>(level));
+  const auto [output, gradient] = values_and_gradient(dual);
+  const auto output_change = std::get<1>(at::_unpack_dual(output, static_cast<std::int64_t>(level))).detach();
+  const auto gradient_change = std::get<1>(at::_unpack_dual(gradient, static_cast<std::int64_t>(level))).detach();
+  torch::autograd::forward_ad::exit_dual_level(level);
+
+  constexpr double kStep = 1e-6;
+  const auto [output_after, gradient_after] =
+      values_and_gradient((input + kStep * direction).detach().requires_grad_());
+  const auto [output_before, gradient_before] =
+      values_and_gradient((input - kStep * direction).detach().requires_grad_());
+  CHECK(torch::allclose(output_change, (output_after - output_before) / (2 * kStep), 1e-6, 1e-8));
+  CHECK(torch::allclose(gradient_change, (gradient_after - gradient_before) / (2 * kStep), 1e-6, 1e-7));
+}
+
 TEST_CASE("manual_seed makes dropout reproducible") {
   const auto query = random_tensor({1, 2, 16, 4});
   const auto options = AttentionOptions().dropout_p(0.5);
