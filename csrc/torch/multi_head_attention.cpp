@@ -2,8 +2,8 @@
 #include "torch/multi_head_attention.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -43,7 +43,7 @@ struct Layout {
     TORCH_CHECK(tensor.dim() == 3 && sizes_equal(tensor.sym_size(0), batch * num_heads), "fused_mha::", kForward, ": ",
                 name, " must have shape (N*H, S, D) with N*H = ", batch * num_heads, ", got ",
                 shape_text(tensor.sym_sizes()));
-    return tensor.unflatten_symint(0, {batch, num_heads});
+    return tensor.unflatten(0, {-1, num_heads});
   }
 };
 
@@ -70,7 +70,8 @@ struct AppendedKeys {
   at::Tensor append(const char* op, const char* name, const at::Tensor& tensor, const OptionalTensor& bias) const {
     if (count() == 0) return tensor;
     const auto sizes = tensor.sym_sizes();
-    const std::vector<c10::SymInt> one_key{sizes[0], sizes[1], 1, sizes[3]};
+    // (N, H, 1, D) without naming a size, which torch.jit.trace would record as a number.
+    const auto zeros = at::constant_pad_nd(tensor.slice(2, 0, 0), {0, 0, 0, 1});
     std::vector<at::Tensor> parts{tensor};
     if (has_tensor(bias)) {
       TORCH_CHECK(
@@ -78,9 +79,9 @@ struct AppendedKeys {
           "fused_mha::", op, ": ", name, " must have shape (1, 1, E) = (1, 1, ", sizes[1] * sizes[3], "), got ",
           shape_text(bias->sym_sizes()));
       const auto heads = bias->to(tensor.scalar_type()).reshape_symint({1, sizes[1], 1, sizes[3]});
-      parts.push_back(heads.expand_symint(one_key));
+      parts.push_back(heads.expand_as(zeros));
     }
-    if (zero) parts.push_back(at::zeros_symint(one_key, tensor.options()));
+    if (zero) parts.push_back(zeros);
     return at::cat(parts, 2);
   }
 };
@@ -90,7 +91,7 @@ at::Tensor attn_mask_of_heads(const char* op, const at::Tensor& mask, const Atte
   if (mask.dim() == 4) return mask;
   if (mask.dim() == 2) return mask.unsqueeze(0).unsqueeze(0);
   const auto& first = mask.sym_size(0);
-  if (sizes_known_equal(first, a.batch() * a.heads())) return mask.unflatten_symint(0, {a.batch(), a.heads()});
+  if (sizes_known_equal(first, a.batch() * a.heads())) return mask.unflatten_symint(0, {-1, a.heads()});
   const bool fits_batch = sizes_known_equal(first, a.batch());
   const bool fits_heads = sizes_known_equal(first, a.heads()) || sizes_known_equal(first, 1);
   TORCH_CHECK(fits_batch != fits_heads || sizes_known_equal(first, 1), "fused_mha::", op,

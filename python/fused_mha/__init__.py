@@ -22,7 +22,7 @@ from fused_mha import _library
 # The operators must be registered before the modules below look them up.
 _library.load()
 
-from fused_mha import _batching, functional  # noqa: E402
+from fused_mha import _batching, functional, onnx  # noqa: E402
 from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
 from fused_mha._flops import flop_formulas  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
@@ -47,5 +47,6 @@ __all__ = [
     "flop_formulas",
     "functional",
     "include_path",
+    "onnx",
     "replace_multihead_attention",
 ]

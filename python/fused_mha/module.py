@@ -265,9 +265,23 @@ def _why_out_proj_is_called(out_proj: nn.Module, in_parameters: tuple[Tensor | N
     out_parameters = state["_parameters"]
     if "weight" not in out_parameters or "bias" not in out_parameters:
         return "a parameter of out_proj has been replaced"
-    if has_torch_function((*in_parameters, out_parameters["weight"], out_parameters["bias"])):
+    if _any_overrides((*in_parameters, out_parameters["weight"], out_parameters["bias"])):
         return "a parameter is of a tensor subclass that overrides torch functions"
     return ""
+
+
+def _any_overrides(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether one is of a subclass that overrides torch functions.
+
+    has_torch_function alone says so of every tensor under a mode, such as a default device or an export.
+    """
+    if not has_torch_function(tensors):
+        return False
+    not_overridden = nn.Parameter.__torch_function__
+    return any(
+        tensor is not None and type(tensor) is not Tensor and type(tensor).__torch_function__ is not not_overridden
+        for tensor in tensors
+    )
 
 
 def _thirds(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -292,7 +306,11 @@ def _project_in(
         if query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
             return q, k, v
-        if has_torch_function((weight,)):
+        project_whole = False
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            # A statement of its own: TorchScript would compile the call in a condition.
+            project_whole = _any_overrides((weight,))
+        if project_whole:
             # A subclass may know F.linear and nothing else, no slicing: project whole, keep a third.
             q, _, _ = F.linear(query, weight, bias).chunk(3, dim=-1)
             _, k, v = F.linear(key, weight, bias).chunk(3, dim=-1)

@@ -231,19 +231,3 @@ def test_func_grad_and_vjp() -> None:
     output, pullback = torch.func.vjp(as_function(inputs), *leaves)
     for ours, theirs in zip(pullback(2 * output), found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_checkpoint_draws_the_same_dropout_again() -> None:
-    """pytorch#190717: recomputation must not draw another mask."""
-    inputs = make(Case("checkpoint", L=5, S=7, D=4))
-    grads = []
-    for recompute in (False, True):
-        torch.manual_seed(11)
-        call = lambda *t: ops.attention(*t, dropout_p=0.5)  # noqa: E731
-        if recompute:
-            output = torch.utils.checkpoint.checkpoint(call, *inputs.leaves(), use_reentrant=False)
-        else:
-            output = call(*inputs.leaves())
-        grads.append((output.detach(), *torch.autograd.grad(output.square().sum(), inputs.leaves())))
-    for plain, recomputed in zip(*grads, strict=True):
-        assert torch.equal(plain, recomputed)
