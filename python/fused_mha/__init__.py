@@ -25,6 +25,7 @@ _library.load()
 from fused_mha import _batching, functional, onnx  # noqa: E402
 from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
 from fused_mha._flops import flop_formulas  # noqa: E402
+from fused_mha.formulations import ValidLengthsAttention  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
 from fused_mha.replace import ReplacementReport, replace_multihead_attention  # noqa: E402
 
@@ -42,6 +43,7 @@ __all__ = [
     "Explanation",
     "MultiheadAttention",
     "ReplacementReport",
+    "ValidLengthsAttention",
     "cmake_prefix_path",
     "explain",
     "flop_formulas",

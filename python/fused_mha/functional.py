@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The operators as documented functions.
 
-Each function is one call of the operator of the same name in ``torch.ops.fused_mha``; nothing is computed here. Letters
+Each function is one call of the operator of the same name in ``torch.ops.fused_mha``; nothing is computed here. Two
+more, :func:`multi_head_attention` and :func:`packed_multi_head_attention`, take the projections in other forms. Letters
 are those of PyTorch's documentation: N batch, H heads, Hkv key/value heads, L query length, S key length, E embedding,
 D query/key head dimension, Dv value head dimension.
 
@@ -17,12 +18,16 @@ row that sees no key gives output 0, weights 0 and gradient 0.
 import torch
 from torch import Tensor
 
+from fused_mha.formulations import multi_head_attention, packed_multi_head_attention
+
 __all__ = [
     "attention",
     "attention_with_weights",
     "draw_rng_state",
     "dropout_mask",
+    "multi_head_attention",
     "multi_head_attention_forward",
+    "packed_multi_head_attention",
 ]
 
 _ops = torch.ops.fused_mha
