@@ -46,4 +46,6 @@ TORCH_LIBRARY(fused_mha, library) {
       "bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_padding_mask, "
       "Tensor grad_attn_mask)",
       tags);
+  library.def(
+      "_mask_tiles(Tensor query, Tensor key, Tensor? key_padding_mask, Tensor? attn_mask, bool is_causal) -> Tensor");
 }
