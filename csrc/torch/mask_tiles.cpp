@@ -58,6 +58,4 @@ at::Tensor mask_tiles_cpu(const at::Tensor& query, const at::Tensor& key, const 
 }  // namespace
 }  // namespace fused_mha::detail
 
-TORCH_LIBRARY_IMPL(fused_mha, CPU, library) {
-  library.impl("_mask_tiles", &fused_mha::detail::mask_tiles_cpu);
-}
+TORCH_LIBRARY_IMPL(fused_mha, CPU, library) { library.impl("_mask_tiles", &fused_mha::detail::mask_tiles_cpu); }
