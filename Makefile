@@ -3,6 +3,7 @@
 #   make demo     the main job on real input       make build    set-up and build only
 #   make test     every test                       make bench    the side-by-side benchmark
 #   make lint     all checkers                     make format   rewrites the sources as lint wants them
+#   make examples real models beside their own attention: parity, time, memory (installs another 2 GB)
 #   make clean    removes what was built           make sanitize address and undefined-behaviour sanitizers
 #
 # Each does its own set-up on a fresh Debian or Ubuntu machine, and only once. Variables:
@@ -28,13 +29,18 @@ PACKAGE_SOURCES := CMakeLists.txt setup.py pyproject.toml \
 	-not -path 'python/fused_mha/include/*')
 CPP_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.inc' -o -name '*.cpp')
 
-.PHONY: demo test test-python test-cpp test-package build bench lint format sanitize clean FORCE
+.PHONY: demo examples test test-python test-cpp test-package build bench lint format sanitize clean FORCE
 .DEFAULT_GOAL := build
 
 build: $(STAMPS)/installed
 
 demo: build $(STAMPS)/demo
 	$(PYTHON) examples/text_classifier.py
+
+examples: build $(STAMPS)/examples
+	$(PYTHON) examples/real_models.py
+	$(PYTHON) examples/sentence_search.py
+	$(PYTHON) examples/atom_maps.py
 
 bench: build $(STAMPS)/demo
 	$(PYTHON) benchmarks/bench.py
@@ -83,6 +89,11 @@ $(STAMPS)/env: pyproject.toml scripts/system_packages.sh
 
 $(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/env
 	$(PIP) install --quiet --group $(@F)
+	touch $@
+
+$(STAMPS)/examples: $(STAMPS)/env
+	$(PIP) install --quiet --group examples
+	$(PIP) install --quiet --no-deps --group examples-alone
 	touch $@
 
 $(STAMPS)/lint: $(STAMPS)/env
