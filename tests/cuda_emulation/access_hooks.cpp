@@ -69,6 +69,13 @@ void access(const void* address, std::size_t bytes, bool write, bool aligned, co
   if (worker.runs_fiber()) worker.access(address, bytes, write, aligned, fused_mha::cuda_emulation::code_address(from));
 }
 
+void atomic_access(const volatile void* address, std::size_t bytes, const void* from) {
+  Worker& worker = Worker::mine();
+  if (worker.runs_fiber()) {
+    worker.atomic_access(const_cast<const void*>(address), bytes, fused_mha::cuda_emulation::code_address(from));
+  }
+}
+
 }  // namespace
 
 #define FUSED_MHA_ACCESS_HOOKS(bytes)                                        \
@@ -85,6 +92,12 @@ void access(const void* address, std::size_t bytes, bool write, bool aligned, co
     access(address, bytes, true, false, __builtin_return_address(0));        \
   }
 
+#define FUSED_MHA_ATOMIC_HOOK(bits, type, operation)                                        \
+  type __tsan_atomic##bits##_fetch_##operation(volatile type* address, type value, int) {   \
+    atomic_access(address, sizeof(type), __builtin_return_address(0));                      \
+    return __atomic_fetch_##operation(address, value, __ATOMIC_RELAXED);                    \
+  }
+
 extern "C" {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
@@ -94,6 +107,16 @@ FUSED_MHA_ACCESS_HOOKS(2)
 FUSED_MHA_ACCESS_HOOKS(4)
 FUSED_MHA_ACCESS_HOOKS(8)
 FUSED_MHA_ACCESS_HOOKS(16)
+FUSED_MHA_ATOMIC_HOOK(32, std::uint32_t, add)
+FUSED_MHA_ATOMIC_HOOK(32, std::uint32_t, or)
+FUSED_MHA_ATOMIC_HOOK(32, std::uint32_t, and)
+FUSED_MHA_ATOMIC_HOOK(64, std::uint64_t, add)
+FUSED_MHA_ATOMIC_HOOK(64, std::uint64_t, or)
+FUSED_MHA_ATOMIC_HOOK(64, std::uint64_t, and)
+// The guards of a function's static variables.
+std::uint8_t __tsan_atomic8_load(const volatile std::uint8_t* address, int) {
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
 
 void __tsan_read_range(void* address, std::size_t bytes) {
   access(address, bytes, false, false, __builtin_return_address(0));
@@ -101,6 +124,15 @@ void __tsan_read_range(void* address, std::size_t bytes) {
 void __tsan_write_range(void* address, std::size_t bytes) {
   access(address, bytes, true, false, __builtin_return_address(0));
 }
+
+// -fsanitize=alignment: the compiler may have split the access into aligned ones by the time of the hooks above.
+void __ubsan_handle_type_mismatch_v1(void*, void* address) {
+  Worker& worker = Worker::mine();
+  if (worker.runs_fiber()) {
+    worker.fail_misaligned(address, fused_mha::cuda_emulation::code_address(__builtin_return_address(0)));
+  }
+}
+
 void __tsan_vptr_update(void**, void*) {}
 void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
   access(from, bytes, false, false, __builtin_return_address(0));

@@ -249,11 +249,6 @@ unsigned ballot(unsigned lanes, bool predicate, const Where& where) {
   return operands.result;
 }
 
-void* atomic_begin(void* address, std::size_t bytes) {
-  Worker::mine().atomic_access(address, bytes, caller(__builtin_return_address(0)));
-  return address;
-}
-
 void copy_async(void* shared, const void* global, bool valid) {
   Worker::mine().copy(shared, global, valid, caller(__builtin_return_address(0)));
 }

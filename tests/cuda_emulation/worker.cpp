@@ -409,7 +409,14 @@ void Worker::write_shared(std::size_t offset, std::size_t bytes, CodeAddress cod
     byte.write_code = code;
     byte.writer = me;
     byte.atomic = atomic;
+    byte.copy_under_way = false;  // one of an earlier block
   }
+}
+
+void Worker::fail_misaligned(const void* address, CodeAddress code) {
+  std::ostringstream text;
+  text << name_of(current_->index) << " uses " << address << ", which is not aligned, " << describe_code(code);
+  fail(Fault::kMisaligned, text.str());
 }
 
 void Worker::access(const void* address, std::size_t bytes, bool write, bool aligned, CodeAddress code) {

@@ -114,6 +114,7 @@ class Worker {
   void wait_copies(int newest);
   void count_matrix_load(const std::array<const void*, kLanes>& rows);
 
+  [[noreturn]] void fail_misaligned(const void* address, CodeAddress code);
   [[noreturn]] void fail(Fault fault, std::string text);
   std::string name_of(int thread) const;
 

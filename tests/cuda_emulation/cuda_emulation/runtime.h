@@ -79,7 +79,6 @@ unsigned ballot(unsigned lanes, bool predicate, const Where& where);
 int lane_index();
 
 void* dynamic_shared_memory();
-void* atomic_begin(void* address, std::size_t bytes);
 
 void copy_async(void* shared, const void* global, bool valid);
 void copy_async_commit();
@@ -241,21 +240,18 @@ T __shfl_up_sync(unsigned lanes, T value, unsigned delta, int width = 32,
   return from_bits<T>(shuffle(lanes, to_bits(value), source_lane(offset, width, offset >= 0), where));
 }
 
-// One host thread may run a block while others run others, so these are atomic there too.
+// Atomic on the host too: other blocks may run on other host threads.
 template <typename T>
 T atomicAdd(T* address, T value) {
-  auto* at = static_cast<T*>(fused_mha::cuda_emulation::atomic_begin(address, sizeof(T)));
-  return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicOr(T* address, T value) {
-  auto* at = static_cast<T*>(fused_mha::cuda_emulation::atomic_begin(address, sizeof(T)));
-  return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicAnd(T* address, T value) {
-  auto* at = static_cast<T*>(fused_mha::cuda_emulation::atomic_begin(address, sizeof(T)));
-  return __atomic_fetch_and(at, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_and(address, value, __ATOMIC_RELAXED);
 }
 
 template <typename T>
