@@ -195,15 +195,15 @@ inline DeviceLimits device_limits() {
     return value;
   };
   DeviceLimits limits;
-  limits.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-                              attribute(cudaDevAttrComputeCapabilityMinor);
+  limits.compute_capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
   limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   limits.shared_bytes_block = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   return limits;
 }
 
-/// Starts kernel(arguments...) on the stream, with so many bytes of dynamic shared memory. Throws with the kernel's name
-/// where it cannot start, or where an earlier piece of work on the device has failed.
+/// Starts kernel(arguments...) on the stream, with so many bytes of dynamic shared memory. Throws with the kernel's
+/// name where it cannot start, or where an earlier piece of work on the device has failed.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
             cudaStream_t stream, const Arguments&... arguments) {

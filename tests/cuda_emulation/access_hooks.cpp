@@ -27,7 +27,8 @@ std::uintptr_t program_base() {
 }
 
 bool is_wrapper(const std::string& line) {
-  return line.find("cuda_emulation/runtime.h:") != std::string::npos || line.find("cuda/device.h:") != std::string::npos;
+  return line.find("cuda_emulation/runtime.h:") != std::string::npos ||
+         line.find("cuda/device.h:") != std::string::npos;
 }
 
 }  // namespace
@@ -78,24 +79,20 @@ void atomic_access(const volatile void* address, std::size_t bytes, const void* 
 
 }  // namespace
 
-#define FUSED_MHA_ACCESS_HOOKS(bytes)                                        \
-  void __tsan_read##bytes(void* address) {                                   \
-    access(address, bytes, false, true, __builtin_return_address(0));        \
-  }                                                                          \
-  void __tsan_write##bytes(void* address) {                                  \
-    access(address, bytes, true, true, __builtin_return_address(0));         \
-  }                                                                          \
-  void __tsan_unaligned_read##bytes(void* address) {                         \
-    access(address, bytes, false, false, __builtin_return_address(0));       \
-  }                                                                          \
-  void __tsan_unaligned_write##bytes(void* address) {                        \
-    access(address, bytes, true, false, __builtin_return_address(0));        \
+#define FUSED_MHA_ACCESS_HOOKS(bytes)                                                                          \
+  void __tsan_read##bytes(void* address) { access(address, bytes, false, true, __builtin_return_address(0)); } \
+  void __tsan_write##bytes(void* address) { access(address, bytes, true, true, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##bytes(void* address) {                                                           \
+    access(address, bytes, false, false, __builtin_return_address(0));                                         \
+  }                                                                                                            \
+  void __tsan_unaligned_write##bytes(void* address) {                                                          \
+    access(address, bytes, true, false, __builtin_return_address(0));                                          \
   }
 
-#define FUSED_MHA_ATOMIC_HOOK(bits, type, operation)                                        \
-  type __tsan_atomic##bits##_fetch_##operation(volatile type* address, type value, int) {   \
-    atomic_access(address, sizeof(type), __builtin_return_address(0));                      \
-    return __atomic_fetch_##operation(address, value, __ATOMIC_RELAXED);                    \
+#define FUSED_MHA_ATOMIC_HOOK(bits, type, operation)                                      \
+  type __tsan_atomic##bits##_fetch_##operation(volatile type* address, type value, int) { \
+    atomic_access(address, sizeof(type), __builtin_return_address(0));                    \
+    return __atomic_fetch_##operation(address, value, __ATOMIC_RELAXED);                  \
   }
 
 extern "C" {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The smallest context switch: a thread of a block is a stack and a saved stack pointer. A warp-wide instruction costs 32
-// switches, so swapcontext with its two system calls each is left to processors that the assembly below does not know.
+// The smallest context switch: a thread of a block is a stack and a saved stack pointer. A warp-wide instruction costs
+// 32 switches, so swapcontext with its two system calls each is left to processors that the assembly below does not
+// know.
 #pragma once
 
 #include <sys/mman.h>
@@ -63,8 +64,8 @@ class Stacks {
   static constexpr std::size_t kCount = 1024;
 
   Stacks() {
-    memory_ = static_cast<std::byte*>(mmap(nullptr, kCount * kBytes, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    memory_ = static_cast<std::byte*>(
+        mmap(nullptr, kCount * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (memory_ == MAP_FAILED) throw std::bad_alloc();
     for (std::size_t i = 0; i < kCount; ++i) mprotect(memory_ + i * kBytes, kGuard, PROT_NONE);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The memory of GlobalRange objects, with a shadow of who stored to it in the present launch: blocks run in any order, so
-// none may touch what another one stores.
+// The memory of GlobalRange objects, with a shadow of who stored to it in the present launch: blocks run in any order,
+// so none may touch what another one stores.
 #pragma once
 
 #include <cstddef>

@@ -24,7 +24,8 @@ CodeAddress caller(void* return_address) { return code_address(return_address); 
 const std::vector<float>& half_values() {
   static const std::vector<float> values = [] {
     std::vector<float> made(65536);
-    for (std::size_t i = 0; i < made.size(); ++i) made[i] = core::to_float(core::Float16{static_cast<std::uint16_t>(i)});
+    for (std::size_t i = 0; i < made.size(); ++i)
+      made[i] = core::to_float(core::Float16{static_cast<std::uint16_t>(i)});
     return made;
   }();
   return values;
@@ -99,10 +100,9 @@ void load_matrices(Worker& worker, std::array<void*, kLanes>& lanes) {
     const std::size_t outer = lane / 4;
     const std::size_t inner = lane % 4 * 2;
     for (std::size_t matrix = 0; matrix < 4; ++matrix) {
-      operands.r[matrix] =
-          operands.transposed
-              ? element(matrix, inner, outer) | element(matrix, inner + 1, outer) << 16
-              : element(matrix, outer, inner) | element(matrix, outer, inner + 1) << 16;
+      operands.r[matrix] = operands.transposed
+                               ? element(matrix, inner, outer) | element(matrix, inner + 1, outer) << 16
+                               : element(matrix, outer, inner) | element(matrix, outer, inner + 1) << 16;
     }
   }
 }
@@ -187,8 +187,9 @@ DeviceLimits device_limits() {
 void run_grid(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes, void (*call)(const void*),
               const void* arguments, std::size_t argument_bytes) {
   static std::atomic<std::uint32_t> serial{0};
-  LaunchState launch{name,           grid,       block,    shared_bytes,  call, static_cast<const std::byte*>(arguments),
-                     argument_bytes, settings(), ++serial, global_spans()};
+  LaunchState launch{
+      name,           grid,       block,    shared_bytes,  call, static_cast<const std::byte*>(arguments),
+      argument_bytes, settings(), ++serial, global_spans()};
   check_launch(launch);
   const std::vector<std::uint32_t> order = block_order(launch);
   LaunchRecord record{name, static_cast<unsigned>(order.size()), block.x * block.y * block.z, shared_bytes, {}, {}, {},
@@ -213,9 +214,8 @@ void run_grid(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes,
     add(record.loads, worker.record().loads);
     add(record.stores, worker.record().stores);
   };
-  const auto threads =
-      static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(std::max(launch.settings.host_threads, 1)),
-                                             order.size()));
+  const auto threads = static_cast<int>(
+      std::min<std::size_t>(static_cast<std::size_t>(std::max(launch.settings.host_threads, 1)), order.size()));
   std::vector<std::thread> others;
   for (int i = 1; i < threads; ++i) others.emplace_back(work);
   work();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The emulation itself: kernels with a planted fault must be caught, in every order and copy mode, and their correct twins
-// must pass. This file is compiled as kernels are.
+// The emulation itself: kernels with a planted fault must be caught, in every order and copy mode, and their correct
+// twins must pass. This file is compiled as kernels are.
 #include <array>
 #include <cstring>
 #include <limits>

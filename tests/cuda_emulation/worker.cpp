@@ -284,8 +284,8 @@ void Worker::collective(Collective kind, unsigned lanes, void* operands, Compute
   const int lane = me.index % kLanes;
   const int first_lane = me.index - lane;
   if (lanes != kFullWarp) {
-    fail(Fault::kDivergence, name_of(me.index) + " names not all lanes in " + cuda_emulation::name_of(kind) + " at " +
-                                 describe(&where));
+    fail(Fault::kDivergence,
+         name_of(me.index) + " names not all lanes in " + cuda_emulation::name_of(kind) + " at " + describe(&where));
   }
   if (warp.done != 0) {
     fail(Fault::kDivergence, name_of(me.index) + " waits in " + cuda_emulation::name_of(kind) + " at " +
@@ -320,7 +320,8 @@ void Worker::collective(Collective kind, unsigned lanes, void* operands, Compute
 bool Worker::ordered(std::uint32_t time, int thread) const {
   const int me = current_->index;
   if (thread == me) return true;
-  return time < (thread / kLanes == me / kLanes ? warps_[static_cast<std::size_t>(me / kLanes)].sync_time : block_sync_);
+  return time <
+         (thread / kLanes == me / kLanes ? warps_[static_cast<std::size_t>(me / kLanes)].sync_time : block_sync_);
 }
 
 bool Worker::in_shared_area(std::uintptr_t address) const {
@@ -392,9 +393,8 @@ void Worker::write_shared(std::size_t offset, std::size_t bytes, CodeAddress cod
     SharedByte& byte = shadow_[i];
     if (byte.write_time >= block_start_) {
       if (byte.copy_under_way) {
-        fail(Fault::kCopyUnderWay, access_text(shared_ + i, 1, true, code) + ": the copy that " +
-                                       name_of(byte.writer) + " started at " + describe_code(byte.write_code) +
-                                       " is not waited for");
+        fail(Fault::kCopyUnderWay, access_text(shared_ + i, 1, true, code) + ": the copy that " + name_of(byte.writer) +
+                                       " started at " + describe_code(byte.write_code) + " is not waited for");
       }
       if (!(atomic && byte.atomic) && !ordered(byte.write_time, byte.writer)) {
         tell_race(i, byte.writer, byte.write_code, true, true, code);
@@ -459,8 +459,9 @@ void Worker::check_global(const void* address, std::size_t bytes, bool write, Co
   const auto at = reinterpret_cast<std::uintptr_t>(address);
   if (last_span_ == nullptr || at < last_span_->begin || at >= last_span_->end) {
     const auto& spans = launch_->global;
-    const auto after = std::upper_bound(spans.begin(), spans.end(), at,
-                                        [](std::uintptr_t value, const GlobalSpan& span) { return value < span.begin; });
+    const auto after =
+        std::upper_bound(spans.begin(), spans.end(), at,
+                         [](std::uintptr_t value, const GlobalSpan& span) { return value < span.begin; });
     if (after == spans.begin() || at >= std::prev(after)->end) {
       const auto arguments = reinterpret_cast<std::uintptr_t>(launch_->arguments);
       if (!write && (at - arguments < launch_->argument_bytes || is_constant(at, bytes))) return;
@@ -498,7 +499,8 @@ void Worker::copy(void* target, const void* source, bool valid, CodeAddress code
   constexpr std::size_t kBytes = 16;
   const auto to = reinterpret_cast<std::uintptr_t>(target);
   if (!in_shared_area(to)) {
-    fail(Fault::kSharedBounds, access_text(target, kBytes, true, code) + ": the target of a copy must be shared memory");
+    fail(Fault::kSharedBounds,
+         access_text(target, kBytes, true, code) + ": the target of a copy must be shared memory");
   }
   if (to % kBytes != 0) fail(Fault::kMisaligned, access_text(target, kBytes, true, code) + ": not aligned");
   const std::size_t offset = shared_offset(target, kBytes, code);
@@ -596,8 +598,8 @@ void Worker::count_matrix_load(const std::array<const void*, kLanes>& rows) {
 void Worker::log_banks(Kind kind, std::size_t offset, std::size_t bytes, CodeAddress code) {
   const auto thread = static_cast<std::uint16_t>(current_->index);
   const std::uint32_t occurrence = bank_occurrences_[static_cast<std::uint64_t>(code) << 16 | thread]++;
-  bank_log_.push_back({code, thread, kind, static_cast<std::uint8_t>(bytes), occurrence,
-                       static_cast<std::uint32_t>(offset)});
+  bank_log_.push_back(
+      {code, thread, kind, static_cast<std::uint8_t>(bytes), occurrence, static_cast<std::uint32_t>(offset)});
 }
 
 /// Lanes of a warp that pass an instruction for the same time pass it together.

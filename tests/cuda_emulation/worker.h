@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// One host thread's block: its fibers, its shared memory with a shadow of who touched it, and the fault that stopped it.
+// One host thread's block: its fibers, its shared memory with a shadow of who touched it, and the fault that stopped
+// it.
 //
 // Ordering is told by a clock that every release of a barrier advances. An access of another warp is ordered before now
 // if its time lies before the last __syncthreads(), one of another lane of the warp if before the last __syncwarp().

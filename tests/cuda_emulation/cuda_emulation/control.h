@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What tests say to the emulation, and what it says to them. A fault stops the launch: it throws EmulationError with the
-// threads, the source lines and the kernel's name.
+// What tests say to the emulation, and what it says to them. A fault stops the launch: it throws EmulationError with
+// the threads, the source lines and the kernel's name.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@ namespace fused_mha::cuda_emulation {
 
 enum class Fault : std::uint8_t {
   kNone,
-  kDivergence,    // a lane exits or waits elsewhere while others wait for it
-  kSharedBounds,  // outside of the shared memory that the launch asked for
-  kGlobalBounds,  // outside of every GlobalRange, or a store to one that is read-only
-  kMisaligned,    // an address that is no multiple of the access's size
+  kDivergence,     // a lane exits or waits elsewhere while others wait for it
+  kSharedBounds,   // outside of the shared memory that the launch asked for
+  kGlobalBounds,   // outside of every GlobalRange, or a store to one that is read-only
+  kMisaligned,     // an address that is no multiple of the access's size
   kUninitialised,  // shared memory that nobody wrote
   kRace,           // two threads, one of them writing, with no barrier between
   kCopyUnderWay,   // the target of a cp.async that its thread has not waited for

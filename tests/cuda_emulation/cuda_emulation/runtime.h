@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The CUDA language and the wrappers of csrc/cuda/device.h in plain C++: the kernels' own sources, compiled by an ordinary
-// compiler, run on the CPU one block at a time, every thread of the block a fiber on one host thread.
+// The CUDA language and the wrappers of csrc/cuda/device.h in plain C++: the kernels' own sources, compiled by an
+// ordinary compiler, run on the CPU one block at a time, every thread of the block a fiber on one host thread.
 //
 // Sources of kernels are compiled with -fsanitize=thread but not linked with its library: the calls which the compiler
 // inserts before each load and store arrive in access_hooks.cpp, which checks bounds, initialisation and races. Control
@@ -98,9 +98,7 @@ T* dynamic_shared() {
   return static_cast<T*>(dynamic_shared_memory());
 }
 
-inline void cp_async_16(void* shared, const void* global, bool valid) {
-  copy_async(shared, global, valid);
-}
+inline void cp_async_16(void* shared, const void* global, bool valid) { copy_async(shared, global, valid); }
 inline void cp_async_commit() { copy_async_commit(); }
 template <int kNewest>
 void cp_async_wait() {
@@ -265,7 +263,9 @@ inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<u
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(a) * b) >> 32);
 }
-inline float __int_as_float(int bits) { return fused_mha::cuda_emulation::from_bits<float>(static_cast<unsigned>(bits)); }
+inline float __int_as_float(int bits) {
+  return fused_mha::cuda_emulation::from_bits<float>(static_cast<unsigned>(bits));
+}
 inline float __uint_as_float(unsigned bits) { return fused_mha::cuda_emulation::from_bits<float>(bits); }
 inline int __float_as_int(float value) { return static_cast<int>(fused_mha::cuda_emulation::to_bits(value)); }
 inline unsigned __float_as_uint(float value) {
