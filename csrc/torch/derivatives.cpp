@@ -189,7 +189,7 @@ Operand Unfused::key_operand(const Tensor& tensor) const {
 }
 
 Tensor Unfused::rows_by_keys(const Operand& rows, const Operand& keys) const {
-  const auto product = at::matmul(rows.finite, transposed(keys.finite));
+  auto product = at::matmul(rows.finite, transposed(keys.finite));
   if (!hidden_.defined()) return product;
   // What a row's softmax makes of one score that is not finite it makes of the whole row.
   const auto seen = at::matmul(visible_, row_sum(keys.not_finite)) + row_sum(rows.not_finite);
