@@ -103,6 +103,31 @@ struct MaskGradientItem {
   std::int64_t key_end = 0;
 };
 
+/// Additive scores: the attention's own plan, and v (1, H, 1, D) with stride 0 where heads share it. The problem's
+/// scale is 1.
+struct AdditiveForwardPlan {
+  CallConstants call;
+  core::View score_weight;
+  core::ForwardOutputs outputs;
+  std::int64_t blocks_per_item = 1;  // 1 where weights are returned
+};
+
+/// Row blocks [block_begin, block_end) of heads [head_begin, head_end): of one head, or of all where weights are
+/// averaged.
+struct AdditiveItem {
+  std::int64_t n = 0;
+  std::int64_t head_begin = 0;
+  std::int64_t head_end = 0;
+  std::int64_t block_begin = 0;
+  std::int64_t block_end = 0;
+};
+
+struct AdditiveBackwardPlan {
+  BackwardPlan attention;
+  core::View score_weight;
+  void* weight_partials = nullptr;  // (N, H, key_splits, padded D) sums, zero before; null if nobody asks
+};
+
 /// One instruction set's kernels for one accumulation type.
 struct KernelTable {
   std::size_t (*forward_scratch)(const ForwardPlan&);
@@ -119,6 +144,14 @@ struct KernelTable {
   std::size_t (*mask_gradient_scratch)(const BackwardPlan&);
   void (*mask_gradient)(const BackwardPlan&, const MaskGradientItem&, std::byte* scratch);
   void (*dropout_row)(const CallConstants&, std::int64_t n, std::int64_t h, std::int64_t l, bool* keep);
+  std::size_t (*additive_forward_scratch)(const AdditiveForwardPlan&);
+  void (*additive_forward)(const AdditiveForwardPlan&, const AdditiveItem&, std::byte* scratch);
+  std::size_t (*additive_backward_scratch)(const AdditiveBackwardPlan&);  // of the next two
+  void (*additive_weight_delta)(const AdditiveBackwardPlan&, std::int64_t n, std::int64_t h, std::int64_t block,
+                                std::byte* scratch);
+  void (*additive_backward)(const AdditiveBackwardPlan&, const BackwardItem&, std::byte* scratch);
+  std::size_t (*additive_mask_gradient_scratch)(const AdditiveBackwardPlan&);
+  void (*additive_mask_gradient)(const AdditiveBackwardPlan&, const MaskGradientItem&, std::byte* scratch);
 };
 
 struct IsaKernels {

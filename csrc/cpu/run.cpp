@@ -406,7 +406,7 @@ void zero_mask_gradient(const BackwardPlan& plan, const Parallel& parallel) {
   });
 }
 
-void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+std::vector<MaskGradientItem> mask_gradient_items(const BackwardPlan& plan) {
   const std::array<std::int64_t, 4>& stored = plan.outputs.attn_mask_sizes;
   const std::int64_t row_step = stored[2] > 1 ? kMaskGradientRows : 1;
   const std::int64_t key_step = stored[3] > 1 ? kMaskGradientKeys : 1;
@@ -420,6 +420,11 @@ void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, con
       }
     }
   }
+  return items;
+}
+
+void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+  const std::vector<MaskGradientItem> items = mask_gradient_items(plan);
   const std::size_t scratch = kernels.mask_gradient_scratch(plan);
   for_each_item(parallel, static_cast<std::int64_t>(items.size()), scratch, [&](std::int64_t i, std::byte* memory) {
     kernels.mask_gradient(plan, items[static_cast<std::size_t>(i)], memory);
@@ -533,6 +538,148 @@ void dropout_mask(const AttentionProblem& problem, bool* keep, const Parallel& p
     kernels.dropout_row(call, row / length / problem.heads, row / length % problem.heads, row % length,
                         keep + row * problem.key_length);
   });
+}
+
+namespace {
+
+/// Row blocks of an additive item: they share the factors of the keys, which cost a few percent of a block's own work.
+constexpr std::int64_t kMaxAdditiveBlocks = 4;
+
+std::vector<Costed<AdditiveItem>> additive_items(const AdditiveForwardPlan& plan) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const std::int64_t blocks = plan.call.blocks_per_head;
+  const std::int64_t head_step = plan.outputs.weights_mode == core::WeightsMode::kAveraged ? problem.heads : 1;
+  std::vector<Costed<AdditiveItem>> items;
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t h = 0; h < problem.heads; h += head_step) {
+      for (std::int64_t begin = 0; begin < blocks; begin += plan.blocks_per_item) {
+        Costed<AdditiveItem> costed{{n, h, h + head_step, begin, std::min(blocks, begin + plan.blocks_per_item)}};
+        for (std::int64_t i = begin; i < costed.item.block_end; ++i) costed.cost += block_cost(plan.call, n, i);
+        items.push_back(costed);
+      }
+    }
+  }
+  return dearest_first(std::move(items));
+}
+
+void run_additive_deltas(const AdditiveBackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+  const AttentionProblem& problem = *plan.attention.call.problem;
+  const std::int64_t blocks = plan.attention.call.blocks_per_head;
+  // Of dO . O, which needs no scores.
+  BackwardPlan of_output = plan.attention;
+  of_output.inputs.grad_weights = {};
+  run_deltas(of_output, kernels, parallel);
+  if (!plan.attention.inputs.grad_weights) return;
+  for_each_item(parallel, problem.batch * problem.heads * blocks, kernels.additive_backward_scratch(plan),
+                [&](std::int64_t i, std::byte* memory) {
+                  kernels.additive_weight_delta(plan, i / blocks / problem.heads, i / blocks % problem.heads,
+                                                i % blocks, memory);
+                });
+}
+
+/// score_weight's gradient: the parts of all samples and key splits in order, and of all heads where they share it.
+template <typename T>
+void reduce_score_weight(const AdditiveBackwardPlan& plan, std::int64_t padded, const core::MutableView& to) {
+  const AttentionProblem& problem = *plan.attention.call.problem;
+  const std::int64_t splits = plan.attention.key_splits;
+  const auto* partials = static_cast<const T*>(plan.weight_partials);
+  const std::int64_t stored_heads = to.strides[1] == 0 ? std::min<std::int64_t>(problem.heads, 1) : problem.heads;
+  std::vector<T> sums(static_cast<std::size_t>(problem.head_dim));
+  for (std::int64_t stored = 0; stored < stored_heads; ++stored) {
+    std::fill(sums.begin(), sums.end(), T{0});
+    for (std::int64_t n = 0; n < problem.batch; ++n) {
+      for (std::int64_t h = stored; h < problem.heads; h += stored_heads == 1 ? 1 : problem.heads) {
+        for (std::int64_t split = 0; split < splits; ++split) {
+          const T* partial = partials + ((n * problem.heads + h) * splits + split) * padded;
+          for (std::size_t d = 0; d < sums.size(); ++d) sums[d] += partial[d];
+        }
+      }
+    }
+    for (std::size_t d = 0; d < sums.size(); ++d) {
+      core::store_element(to.data, to.dtype, to.offset(0, stored, 0, static_cast<std::int64_t>(d)),
+                          static_cast<double>(sums[d]));
+    }
+  }
+}
+
+}  // namespace
+
+void additive_attention_forward(const AttentionProblem& problem, const core::View& score_weight,
+                                const core::ForwardOutputs& outputs, const Parallel& parallel) {
+  if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
+  const Parallel schedule = schedule_for(problem, parallel);
+  const MaskPlan masks(problem, schedule);
+  AdditiveForwardPlan plan{make_constants(problem, masks), score_weight, outputs};
+  if (outputs.weights_mode == core::WeightsMode::kNone) {
+    // At least two items a thread where there is that much work.
+    const std::int64_t heads = problem.batch * problem.heads;
+    const std::int64_t most = plan.call.blocks_per_head * heads / (2 * std::max(schedule.threads, 1));
+    plan.blocks_per_item = std::clamp(most, std::int64_t{1}, kMaxAdditiveBlocks);
+  }
+  const KernelTable& kernels = kernels_for(problem.query.dtype);
+  const std::vector<Costed<AdditiveItem>> items = additive_items(plan);
+  for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.additive_forward_scratch(plan),
+                [&](std::int64_t i, std::byte* memory) {
+                  kernels.additive_forward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                });
+}
+
+void additive_attention_backward(const AttentionProblem& problem, const core::View& score_weight,
+                                 const core::BackwardInputs& inputs, const core::BackwardOutputs& outputs,
+                                 const core::MutableView& grad_score_weight, const Parallel& parallel) {
+  const Parallel schedule = schedule_for(problem, parallel);
+  const MaskPlan masks(problem, schedule);
+  const KernelTable& kernels = kernels_for(problem.query.dtype);
+  const std::size_t element = accumulator_size(problem.query.dtype);
+  AdditiveBackwardPlan plan{{make_constants(problem, masks), inputs, outputs}, score_weight};
+  BackwardPlan& attention = plan.attention;
+  attention.key_splits = choose_key_splits(problem, samples_per_item(attention));
+
+  const std::int64_t heads = problem.batch * problem.heads;
+  const Buffer deltas = allocate(static_cast<std::size_t>(heads * problem.query_length) * element);
+  attention.row_deltas = deltas.get();
+  run_additive_deltas(plan, kernels, schedule);
+
+  const auto stored_keys = static_cast<std::size_t>(problem.batch * problem.kv_heads * problem.key_length);
+  const Buffer key_bias = outputs.grad_key_padding_mask ? allocate_zeroed(stored_keys * element) : nullptr;
+  attention.key_bias_partials = key_bias.get();
+  const auto padded = static_cast<std::int64_t>(kernels.partial_row_elements(attention));
+  Buffer weight_partials;
+  if (grad_score_weight) {
+    const auto parts = static_cast<std::size_t>(heads * attention.key_splits * padded);
+    weight_partials = allocate_zeroed(parts * element);
+    plan.weight_partials = weight_partials.get();
+  }
+  if (outputs.grad_query || outputs.grad_key || outputs.grad_value || outputs.grad_key_padding_mask ||
+      grad_score_weight) {
+    Buffer partials;
+    if (attention.key_splits > 1 && outputs.grad_query) {
+      const std::int64_t rows = heads * attention.key_splits * attention.call.blocks_per_head * kBlockRows;
+      partials = allocate(static_cast<std::size_t>(rows * padded) * element);
+      attention.query_partials = partials.get();
+    }
+    const std::vector<Costed<BackwardItem>> items = backward_items(attention);
+    for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.additive_backward_scratch(plan),
+                  [&](std::int64_t i, std::byte* memory) {
+                    kernels.additive_backward(plan, items[static_cast<std::size_t>(i)].item, memory);
+                  });
+    if (attention.key_splits > 1 && outputs.grad_query) run_query_reduction(attention, kernels, schedule);
+  }
+  const bool is_double = problem.query.dtype == DType::kFloat64;
+  if (outputs.grad_key_padding_mask) {
+    is_double ? reduce_key_bias<double>(attention) : reduce_key_bias<float>(attention);
+  }
+  if (grad_score_weight) {
+    is_double ? reduce_score_weight<double>(plan, padded, grad_score_weight)
+              : reduce_score_weight<float>(plan, padded, grad_score_weight);
+  }
+  if (outputs.grad_attn_mask) {
+    const std::vector<MaskGradientItem> items = mask_gradient_items(attention);
+    for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.additive_mask_gradient_scratch(plan),
+                  [&](std::int64_t i, std::byte* memory) {
+                    kernels.additive_mask_gradient(plan, items[static_cast<std::size_t>(i)], memory);
+                  });
+  }
 }
 
 }  // namespace fused_mha::cpu

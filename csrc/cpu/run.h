@@ -24,6 +24,17 @@ void attention_forward(const core::AttentionProblem& problem, const core::Forwar
 void attention_backward(const core::AttentionProblem& problem, const core::BackwardInputs& inputs,
                         const core::BackwardOutputs& outputs, const core::Parallel& parallel);
 
+/// The same with additive scores, score = sum_d score_weight[h][d] tanh(query[l][d] + key[s][d]), instead of dot
+/// products; problem.scale is 1. score_weight (1, H, 1, D) has the dtype of query and stride 0 where heads share it. No
+/// exponential for a pair of query and key: see tile_additive.h.
+void additive_attention_forward(const core::AttentionProblem& problem, const core::View& score_weight,
+                                const core::ForwardOutputs& outputs, const core::Parallel& parallel);
+
+/// `grad_score_weight` like score_weight; null data where nobody needs it.
+void additive_attention_backward(const core::AttentionProblem& problem, const core::View& score_weight,
+                                 const core::BackwardInputs& inputs, const core::BackwardOutputs& outputs,
+                                 const core::MutableView& grad_score_weight, const core::Parallel& parallel);
+
 /// What attention_forward chooses for a problem, and what the masks leave of it.
 struct ForwardDescription {
   Isa isa = Isa::kGeneric;

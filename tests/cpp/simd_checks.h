@@ -8,9 +8,14 @@
 namespace fused_mha::test {
 
 struct SimdReport {
-  double exp2_float_ulp = 0.0;   // largest error on [-126, 127]
-  double exp2_double_ulp = 0.0;  // largest error on [-1022, 1023]
-  bool exp2_limits = false;      // -inf and very small give 0, NaN gives NaN
+  double exp2_float_ulp = 0.0;       // largest error on [-126, 127]
+  double exp2_double_ulp = 0.0;      // largest error on [-1022, 1023]
+  bool exp2_limits = false;          // -inf and very small give 0, NaN gives NaN
+  double tanh_float_epsilons = 0.0;  // largest error of simd/tanh.h, absolute, by factors and by sums
+  double tanh_double_epsilons = 0.0;
+  bool tanh_limits = false;  // infinities, NaN, 0 and the ends of the factors' range
+  double reciprocal_float_ulp = 0.0;
+  double reciprocal_double_ulp = 0.0;
   bool transpose = false;
   bool select = false;  // and equal_bits
   bool nonzero_bits = false;

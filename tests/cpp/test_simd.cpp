@@ -32,6 +32,12 @@ TEST_CASE("vector operations do what their comments say") {
     CHECK(report.exp2_float_ulp <= 2.0);
     CHECK(report.exp2_double_ulp <= 2.0);
     CHECK(report.exp2_limits);
+    CHECK(report.tanh_float_epsilons > 0.0);
+    CHECK(report.tanh_float_epsilons <= 2.0);
+    CHECK(report.tanh_double_epsilons <= 2.0);
+    CHECK(report.tanh_limits);
+    CHECK(report.reciprocal_float_ulp <= 1.0);
+    CHECK(report.reciprocal_double_ulp <= 1.0);
     CHECK(report.transpose);
     CHECK(report.select);
     CHECK(report.nonzero_bits);

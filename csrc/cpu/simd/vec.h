@@ -81,6 +81,12 @@ FUSED_MHA_INLINE V fma(V a, V b, V c) {
   return a * b + c;
 }
 
+/// 1 / x, at most 1 ulp for 2^-120 <= |x| <= 2^120 (2^-1000, 2^1000); NaN gives NaN.
+template <typename V>
+FUSED_MHA_INLINE V reciprocal(V x) {
+  return 1 / x;
+}
+
 /// The larger; b where either is NaN.
 template <typename V>
 FUSED_MHA_INLINE V max(V a, V b) {

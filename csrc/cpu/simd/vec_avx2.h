@@ -14,6 +14,7 @@ namespace fused_mha::cpu::FUSED_MHA_ISA {
 using portable::element_as;
 using portable::exp2;
 using portable::load;
+using portable::reciprocal;
 using portable::reduce_add;
 using portable::store;
 

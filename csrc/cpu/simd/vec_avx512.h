@@ -35,6 +35,20 @@ FUSED_MHA_INLINE VecDouble fma(VecDouble a, VecDouble b, VecDouble c) { return _
 FUSED_MHA_INLINE VecFloat max(VecFloat a, VecFloat b) { return _mm512_max_ps(a, b); }
 FUSED_MHA_INLINE VecDouble max(VecDouble a, VecDouble b) { return _mm512_max_pd(a, b); }
 
+/// An estimate of 14 bits and Newton's steps: a third of the time of a division.
+FUSED_MHA_INLINE VecFloat reciprocal(VecFloat x) {
+  const VecFloat one = broadcast<float>(1.0F);
+  const VecFloat estimate = _mm512_rcp14_ps(x);
+  return fma(estimate, fma(-x, estimate, one), estimate);
+}
+
+FUSED_MHA_INLINE VecDouble reciprocal(VecDouble x) {
+  const VecDouble one = broadcast<double>(1.0);
+  VecDouble estimate = _mm512_rcp14_pd(x);
+  estimate = fma(estimate, fma(-x, estimate, one), estimate);
+  return fma(estimate, fma(-x, estimate, one), estimate);
+}
+
 template <typename T>
 FUSED_MHA_INLINE Vec<T> select(std::uint32_t bits, Vec<T> value, Vec<T> otherwise) {
   if constexpr (std::is_same_v<T, float>) {
