@@ -583,7 +583,7 @@ void reduce_score_weight(const AdditiveBackwardPlan& plan, std::int64_t padded, 
   const AttentionProblem& problem = *plan.attention.call.problem;
   const std::int64_t splits = plan.attention.key_splits;
   const auto* partials = static_cast<const T*>(plan.weight_partials);
-  const std::int64_t stored_heads = to.strides[1] == 0 ? std::min<std::int64_t>(problem.heads, 1) : problem.heads;
+  const std::int64_t stored_heads = to.strides[1] == 0 ? 1 : problem.heads;
   std::vector<T> sums(static_cast<std::size_t>(problem.head_dim));
   for (std::int64_t stored = 0; stored < stored_heads; ++stored) {
     std::fill(sums.begin(), sums.end(), T{0});

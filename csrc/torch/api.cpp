@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The public attention operators, composites of the private ones, and the C++ functions that call them.
+#include <fused_mha/additive_attention.h>
 #include <fused_mha/attention.h>
 #include <torch/library.h>
 
@@ -40,12 +41,11 @@ double default_scale(const at::Tensor& query) {
   return 1.0 / std::sqrt(static_cast<double>(query.sym_size(-1).guard_int(__FILE__, __LINE__)));
 }
 
-/// What both public operators do: check, bring to four dimensions, draw, call, and give back the rank of the query.
-std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments,
-                                                 std::optional<double> scale) {
-  check_given(op, arguments);
+/// What all public operators do: check, bring to four dimensions, draw, call, and give back the rank of the query.
+template <typename Call>
+std::tuple<at::Tensor, at::Tensor> run_with_four_dimensions(const char* op, AttentionArguments arguments,
+                                                            const Call& call) {
   const auto rank = arguments.query.dim();
-  arguments.scale = scale.has_value() ? *scale : default_scale(arguments.query);
   for (auto* tensor : {&arguments.query, &arguments.key, &arguments.value}) {
     *tensor = to_four_dimensions(*tensor, rank);
   }
@@ -56,9 +56,31 @@ std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArgume
   if (has_tensor(mask)) mask = mask_to_four_dimensions(op, *mask, rank);
   check_shapes(op, arguments, rank, given_mask);
   arguments.rng_state = draw_rng_state(arguments.dropout_p, arguments.query.device());
-  const auto [output, weights, row_max, row_sum] = call_forward(arguments);
+  const auto [output, weights, row_max, row_sum] = call(arguments);
   const bool has_sample_dim = rank > 2 || arguments.weights_mode == 0;
   return {to_given_rank(output, rank), has_sample_dim ? weights : weights.squeeze(0)};
+}
+
+std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments,
+                                                 std::optional<double> scale) {
+  check_given(op, arguments);
+  arguments.scale = scale.has_value() ? *scale : default_scale(arguments.query);
+  return run_with_four_dimensions(op, std::move(arguments), call_forward);
+}
+
+std::tuple<at::Tensor, at::Tensor> run_additive_attention(const char* op, AttentionArguments arguments,
+                                                          const at::Tensor& score_weight) {
+  check_given(op, arguments);
+  return run_with_four_dimensions(op, std::move(arguments), [&](const AttentionArguments& four_dimensional) {
+    check_score_weight(op, four_dimensional, score_weight);
+    return call_additive_forward(four_dimensional, score_weight);
+  });
+}
+
+/// Without a head dimension there is one head, whose weights come without that dimension too.
+std::int64_t weights_mode_of(const at::Tensor& query, bool average_attn_weights) {
+  const bool averaged = average_attn_weights || query.dim() < 4;
+  return static_cast<std::int64_t>(averaged ? core::WeightsMode::kAveraged : core::WeightsMode::kPerHead);
 }
 
 at::Tensor attention_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -75,11 +97,24 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights_composite(const at::Te
                                                                     double dropout_p, std::optional<double> scale,
                                                                     bool average_attn_weights) {
   AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
-  // Without a head dimension there is one head, whose weights come without that dimension too.
-  const bool averaged = average_attn_weights || query.dim() < 4;
-  arguments.weights_mode =
-      static_cast<std::int64_t>(averaged ? core::WeightsMode::kAveraged : core::WeightsMode::kPerHead);
+  arguments.weights_mode = weights_mode_of(query, average_attn_weights);
   return run_attention("attention_with_weights", std::move(arguments), scale);
+}
+
+at::Tensor additive_attention_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& score_weight, const OptionalTensor& key_padding_mask,
+                                        const OptionalTensor& attn_mask, bool is_causal, double dropout_p) {
+  AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
+  return std::get<0>(run_additive_attention("additive_attention", std::move(arguments), score_weight));
+}
+
+std::tuple<at::Tensor, at::Tensor> additive_attention_with_weights_composite(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& score_weight,
+    const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
+    bool average_attn_weights) {
+  AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
+  arguments.weights_mode = weights_mode_of(query, average_attn_weights);
+  return run_additive_attention("additive_attention_with_weights", std::move(arguments), score_weight);
 }
 
 }  // namespace
@@ -102,15 +137,38 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at::Tensor& quer
                  options.scale(), options.average_attn_weights());
 }
 
+at::Tensor additive_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                              const at::Tensor& score_weight, const AdditiveAttentionOptions& options) {
+  static const auto op =
+      detail::find_operator<decltype(detail::additive_attention_composite)>("fused_mha::additive_attention");
+  return op.call(query, key, value, score_weight, detail::optional_tensor(options.key_padding_mask()),
+                 detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p());
+}
+
+std::tuple<at::Tensor, at::Tensor> additive_attention_with_weights(const at::Tensor& query, const at::Tensor& key,
+                                                                   const at::Tensor& value,
+                                                                   const at::Tensor& score_weight,
+                                                                   const AdditiveAttentionOptions& options) {
+  static const auto op = detail::find_operator<decltype(detail::additive_attention_with_weights_composite)>(
+      "fused_mha::additive_attention_with_weights");
+  return op.call(query, key, value, score_weight, detail::optional_tensor(options.key_padding_mask()),
+                 detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
+                 options.average_attn_weights());
+}
+
 }  // namespace fused_mha
 
 TORCH_LIBRARY_IMPL(fused_mha, CompositeImplicitAutograd, library) {
   library.impl("attention", &fused_mha::detail::attention_composite);
   library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+  library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
+  library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
 }
 
 // vmap does not look inside a composite unless told to.
 TORCH_LIBRARY_IMPL(fused_mha, FuncTorchBatchedDecomposition, library) {
   library.impl("attention", &fused_mha::detail::attention_composite);
   library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+  library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
+  library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
 }

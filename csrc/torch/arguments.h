@@ -38,6 +38,24 @@ struct AttentionArguments {
   c10::SymInt masked_keys() const { return key_length() - always_visible_keys; }
 };
 
+/// Those of an additive call, but for score_weight: nothing scales its scores.
+inline AttentionArguments additive_arguments(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                             const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
+                                             bool is_causal, double dropout_p, const OptionalTensor& rng_state,
+                                             std::int64_t weights_mode) {
+  return {query,
+          key,
+          value,
+          key_padding_mask,
+          attn_mask,
+          is_causal,
+          dropout_p,
+          /*scale=*/1.0,
+          rng_state,
+          /*always_visible_keys=*/0,
+          weights_mode};
+}
+
 /// What the backward pass reads beside the arguments; gradients are absent where they are zero.
 struct BackwardArguments {
   OptionalTensor grad_output;
@@ -50,10 +68,21 @@ struct BackwardArguments {
 /// Which of query, key, value, key_padding_mask, attn_mask want a gradient.
 using GradientMask = std::array<bool, 5>;
 
+/// Which of query, key, value, score_weight, key_padding_mask, attn_mask of an additive call want a gradient.
+using AdditiveGradientMask = std::array<bool, 6>;
+
 /// output, weights, row_max, row_sum
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 /// Gradients of query, key, value, key_padding_mask, attn_mask; an empty (0,) tensor where none was asked for.
 using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The same with that of score_weight after that of value.
+using AdditiveBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The attention's part of what an additive call wants.
+inline GradientMask without_score_weight(const AdditiveGradientMask& wanted) {
+  return {wanted[0], wanted[1], wanted[2], wanted[4], wanted[5]};
+}
 
 inline bool has_tensor(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 

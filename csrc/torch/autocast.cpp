@@ -24,13 +24,30 @@ ForwardResult attention_forward_autocast(const at::Tensor& query, const at::Tens
                        rng_state, always_visible_keys, weights_mode});
 }
 
+template <at::DeviceType device_type>
+ForwardResult additive_attention_forward_autocast(const at::Tensor& query, const at::Tensor& key,
+                                                  const at::Tensor& value, const at::Tensor& score_weight,
+                                                  const OptionalTensor& key_padding_mask,
+                                                  const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
+                                                  const OptionalTensor& rng_state, std::int64_t weights_mode) {
+  const c10::impl::ExcludeDispatchKeyGuard once(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device_type)));
+  const auto dtype = at::autocast::get_autocast_dtype(device_type);
+  const auto cast = [&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device_type); };
+  return call_additive_forward(additive_arguments(cast(query), cast(key), cast(value), key_padding_mask, attn_mask,
+                                                  is_causal, dropout_p, rng_state, weights_mode),
+                               cast(score_weight));
+}
+
 }  // namespace
 }  // namespace fused_mha::detail
 
 TORCH_LIBRARY_IMPL(fused_mha, AutocastCPU, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCPU>);
+  library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_autocast<at::kCPU>);
 }
 
 TORCH_LIBRARY_IMPL(fused_mha, AutocastCUDA, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCUDA>);
+  library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_autocast<at::kCUDA>);
 }

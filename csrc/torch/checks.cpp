@@ -327,6 +327,33 @@ void check_backward(const char* op, const AttentionArguments& a, const BackwardA
   }
 }
 
+void check_score_weight(const char* op, const AttentionArguments& a, const at::Tensor& score_weight) {
+  check_floating(op, "score_weight", score_weight);
+  check_same_device(op, "score_weight", score_weight, a.query);
+  TORCH_CHECK(autocast_may_convert(a.query.device().type()) || score_weight.scalar_type() == a.query.scalar_type(),
+              at_argument(op, "score_weight"), "must have the dtype of query, ", dtype_text(a.query.scalar_type()),
+              ", got ", dtype_text(score_weight.scalar_type()));
+  const std::vector<c10::SymInt> per_head{a.heads(), a.query.sym_size(3)};
+  const auto sizes = c10::SymIntArrayRef(per_head).slice(score_weight.dim() == 1 ? 1 : 0);
+  TORCH_CHECK(same_sizes(score_weight.sym_sizes(), sizes), at_argument(op, "score_weight"),
+              "must have shape (D) or (H, D) = ", shape_text(per_head), ", got ", shape_text(score_weight.sym_sizes()),
+              ". Hint: query and key hold features of width D, such as a Linear layer makes of them");
+}
+
+void check_additive_forward(const char* op, const AttentionArguments& a, const at::Tensor& score_weight) {
+  check_forward(op, a);
+  check_score_weight(op, a, score_weight);
+  TORCH_CHECK(score_weight.scalar_type() == a.query.scalar_type(), at_argument(op, "score_weight"),
+              "must have the dtype of query, ", dtype_text(a.query.scalar_type()), ", got ",
+              dtype_text(score_weight.scalar_type()));
+}
+
+void check_additive_backward(const char* op, const AttentionArguments& a, const at::Tensor& score_weight,
+                             const BackwardArguments& b, const AdditiveGradientMask& wanted) {
+  check_additive_forward(op, a, score_weight);
+  check_backward(op, a, b, without_score_weight(wanted));
+}
+
 void check_dropout_mask(const char* op, const at::Tensor& rng_state, c10::SymIntArrayRef sizes, double dropout_p) {
   check_rng_state(op, rng_state);
   check_dropout_p(op, dropout_p);

@@ -32,6 +32,14 @@ void check_forward(const char* op, const AttentionArguments& arguments);
 void check_backward(const char* op, const AttentionArguments& arguments, const BackwardArguments& backward,
                     const GradientMask& wanted);
 
+/// score_weight of an additive call: (D) or (H, D), beside arguments that passed check_given and check_shapes.
+void check_score_weight(const char* op, const AttentionArguments& arguments, const at::Tensor& score_weight);
+
+/// Everything about the arguments of _additive_attention_forward and _additive_attention_backward.
+void check_additive_forward(const char* op, const AttentionArguments& arguments, const at::Tensor& score_weight);
+void check_additive_backward(const char* op, const AttentionArguments& arguments, const at::Tensor& score_weight,
+                             const BackwardArguments& backward, const AdditiveGradientMask& wanted);
+
 /// query, key, value, masks and numbers of a multi-head call, in the module's layout: (L, N, E), (N, L, E) or (L, E).
 void check_multi_head(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                       const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, std::int64_t num_heads,

@@ -84,6 +84,39 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_output, const O
   return result;
 }
 
+ForwardResult additive_attention_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                             const at::Tensor& score_weight, const OptionalTensor& key_padding_mask,
+                                             const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
+                                             const OptionalTensor& rng_state, std::int64_t weights_mode) {
+  const auto arguments =
+      additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
+  check_additive_forward("_additive_attention_forward", arguments, score_weight);
+  auto result = allocate_forward(arguments);
+  cpu::additive_attention_forward(to_problem(arguments), to_score_weight(score_weight), to_outputs(arguments, result),
+                                  torch_threads());
+  return result;
+}
+
+AdditiveBackwardResult additive_attention_backward_cpu(
+    const OptionalTensor& grad_output, const OptionalTensor& grad_weights, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& score_weight,
+    const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, const at::Tensor& output,
+    const at::Tensor& row_max, const at::Tensor& row_sum, bool is_causal, double dropout_p,
+    const OptionalTensor& rng_state, std::int64_t weights_mode, AdditiveGradientMask output_mask) {
+  const auto arguments =
+      additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
+  const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
+  check_additive_backward("_additive_attention_backward", arguments, score_weight, backward, output_mask);
+  auto result = allocate_additive_backward(arguments, score_weight, output_mask);
+  const auto& [grad_query, grad_key, grad_value, grad_score_weight, grad_padding, grad_mask] = result;
+  cpu::additive_attention_backward(to_problem(arguments), to_score_weight(score_weight),
+                                   to_backward_inputs(arguments, backward),
+                                   to_backward_outputs({grad_query, grad_key, grad_value, grad_padding, grad_mask},
+                                                       without_score_weight(output_mask)),
+                                   to_grad_score_weight(grad_score_weight, output_mask[3]), torch_threads());
+  return result;
+}
+
 at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std::int64_t heads,
                             std::int64_t query_length, std::int64_t key_length, double dropout_p) {
   check_dropout_mask("dropout_mask", rng_state, {batch, heads, query_length, key_length}, dropout_p);
@@ -106,5 +139,7 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std
 TORCH_LIBRARY_IMPL(fused_mha, CPU, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_cpu);
   library.impl("_attention_backward", &fused_mha::detail::attention_backward_cpu);
+  library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_cpu);
+  library.impl("_additive_attention_backward", &fused_mha::detail::additive_attention_backward_cpu);
   library.impl("dropout_mask", &fused_mha::detail::dropout_mask_cpu);
 }

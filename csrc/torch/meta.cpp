@@ -35,6 +35,29 @@ BackwardResult attention_backward_meta(const OptionalTensor& grad_output, const 
   return allocate_backward(arguments, output_mask);
 }
 
+ForwardResult additive_attention_forward_meta(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                              const at::Tensor& score_weight, const OptionalTensor& key_padding_mask,
+                                              const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
+                                              const OptionalTensor& rng_state, std::int64_t weights_mode) {
+  const auto arguments =
+      additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
+  check_additive_forward("_additive_attention_forward", arguments, score_weight);
+  return allocate_forward(arguments);
+}
+
+AdditiveBackwardResult additive_attention_backward_meta(
+    const OptionalTensor& grad_output, const OptionalTensor& grad_weights, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& score_weight,
+    const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, const at::Tensor& output,
+    const at::Tensor& row_max, const at::Tensor& row_sum, bool is_causal, double dropout_p,
+    const OptionalTensor& rng_state, std::int64_t weights_mode, AdditiveGradientMask output_mask) {
+  const auto arguments =
+      additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
+  check_additive_backward("_additive_attention_backward", arguments, score_weight,
+                          {grad_output, grad_weights, output, row_max, row_sum}, output_mask);
+  return allocate_additive_backward(arguments, score_weight, output_mask);
+}
+
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                              c10::SymInt query_length, c10::SymInt key_length, double dropout_p) {
   const std::vector<c10::SymInt> sizes{batch, heads, query_length, key_length};
@@ -48,5 +71,7 @@ at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10
 TORCH_LIBRARY_IMPL(fused_mha, Meta, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_meta);
   library.impl("_attention_backward", &fused_mha::detail::attention_backward_meta);
+  library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_meta);
+  library.impl("_additive_attention_backward", &fused_mha::detail::additive_attention_backward_meta);
   library.impl("dropout_mask", &fused_mha::detail::dropout_mask_meta);
 }

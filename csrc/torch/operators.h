@@ -23,6 +23,18 @@ using BackwardSignature = BackwardResult(const OptionalTensor& grad_output, cons
                                          const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
                                          std::int64_t weights_mode, GradientMask output_mask);
 
+using AdditiveForwardSignature = ForwardResult(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                               const at::Tensor& score_weight, const OptionalTensor& key_padding_mask,
+                                               const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
+                                               const OptionalTensor& rng_state, std::int64_t weights_mode);
+
+using AdditiveBackwardSignature = AdditiveBackwardResult(
+    const OptionalTensor& grad_output, const OptionalTensor& grad_weights, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& score_weight,
+    const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, const at::Tensor& output,
+    const at::Tensor& row_max, const at::Tensor& row_sum, bool is_causal, double dropout_p,
+    const OptionalTensor& rng_state, std::int64_t weights_mode, AdditiveGradientMask output_mask);
+
 using DropoutMaskSignature = at::Tensor(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                                         c10::SymInt query_length, c10::SymInt key_length, double dropout_p);
 
@@ -41,6 +53,16 @@ inline const c10::TypedOperatorHandle<BackwardSignature>& backward_operator() {
   return handle;
 }
 
+inline const c10::TypedOperatorHandle<AdditiveForwardSignature>& additive_forward_operator() {
+  static const auto handle = find_operator<AdditiveForwardSignature>("fused_mha::_additive_attention_forward");
+  return handle;
+}
+
+inline const c10::TypedOperatorHandle<AdditiveBackwardSignature>& additive_backward_operator() {
+  static const auto handle = find_operator<AdditiveBackwardSignature>("fused_mha::_additive_attention_backward");
+  return handle;
+}
+
 inline const c10::TypedOperatorHandle<DropoutMaskSignature>& dropout_mask_operator() {
   static const auto handle = find_operator<DropoutMaskSignature>("fused_mha::dropout_mask");
   return handle;
@@ -55,6 +77,18 @@ inline BackwardResult call_backward(const AttentionArguments& a, const BackwardA
   return backward_operator().call(b.grad_output, b.grad_weights, a.query, a.key, a.value, a.key_padding_mask,
                                   a.attn_mask, b.output, b.row_max, b.row_sum, a.is_causal, a.dropout_p, a.scale,
                                   a.rng_state, a.always_visible_keys, a.weights_mode, wanted);
+}
+
+inline ForwardResult call_additive_forward(const AttentionArguments& a, const at::Tensor& score_weight) {
+  return additive_forward_operator().call(a.query, a.key, a.value, score_weight, a.key_padding_mask, a.attn_mask,
+                                          a.is_causal, a.dropout_p, a.rng_state, a.weights_mode);
+}
+
+inline AdditiveBackwardResult call_additive_backward(const AttentionArguments& a, const at::Tensor& score_weight,
+                                                     const BackwardArguments& b, AdditiveGradientMask wanted) {
+  return additive_backward_operator().call(b.grad_output, b.grad_weights, a.query, a.key, a.value, score_weight,
+                                           a.key_padding_mask, a.attn_mask, b.output, b.row_max, b.row_sum, a.is_causal,
+                                           a.dropout_p, a.rng_state, a.weights_mode, wanted);
 }
 
 }  // namespace fused_mha::detail

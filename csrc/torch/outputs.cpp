@@ -83,4 +83,10 @@ BackwardResult allocate_backward(const AttentionArguments& a, const GradientMask
           empty_like_input(a.attn_mask, wanted[4], a.query)};
 }
 
+AdditiveBackwardResult allocate_additive_backward(const AttentionArguments& a, const at::Tensor& score_weight,
+                                                  const AdditiveGradientMask& wanted) {
+  auto [query, key, value, padding, mask] = allocate_backward(a, without_score_weight(wanted));
+  return {query, key, value, empty_like_input(score_weight, wanted[3]), padding, mask};
+}
+
 }  // namespace fused_mha::detail

@@ -17,4 +17,8 @@ ForwardResult allocate_forward(const AttentionArguments& arguments);
 /// Each gradient in the sizes, dtype and memory order of its input; (0,) where not wanted. Uninitialised.
 BackwardResult allocate_backward(const AttentionArguments& arguments, const GradientMask& wanted);
 
+/// The same with grad_score_weight, contiguous.
+AdditiveBackwardResult allocate_additive_backward(const AttentionArguments& arguments, const at::Tensor& score_weight,
+                                                  const AdditiveGradientMask& wanted);
+
 }  // namespace fused_mha::detail

@@ -25,6 +25,15 @@ TORCH_LIBRARY(fused_mha, library) {
       "Tensor? v_proj_weight=None, Tensor? static_k=None, Tensor? static_v=None, bool average_attn_weights=True, "
       "bool is_causal=False, bool batch_first=False) -> (Tensor output, Tensor? weights)",
       tags);
+  library.def(
+      "additive_attention(Tensor query, Tensor key, Tensor value, Tensor score_weight, *, "
+      "Tensor? key_padding_mask=None, Tensor? attn_mask=None, bool is_causal=False, float dropout_p=0.0) -> Tensor",
+      tags);
+  library.def(
+      "additive_attention_with_weights(Tensor query, Tensor key, Tensor value, Tensor score_weight, *, "
+      "Tensor? key_padding_mask=None, Tensor? attn_mask=None, bool is_causal=False, float dropout_p=0.0, "
+      "bool average_attn_weights=True) -> (Tensor output, Tensor weights)",
+      tags);
   library.def("dropout_mask(Tensor rng_state, SymInt N, SymInt H, SymInt L, SymInt S, float dropout_p) -> Tensor",
               tags);
 
@@ -48,4 +57,16 @@ TORCH_LIBRARY(fused_mha, library) {
       tags);
   library.def(
       "_mask_tiles(Tensor query, Tensor key, Tensor? key_padding_mask, Tensor? attn_mask, bool is_causal) -> Tensor");
+  library.def(
+      "_additive_attention_forward(Tensor query, Tensor key, Tensor value, Tensor score_weight, "
+      "Tensor? key_padding_mask, Tensor? attn_mask, bool is_causal, float dropout_p, Tensor? rng_state, "
+      "int weights_mode) -> (Tensor output, Tensor weights, Tensor row_max, Tensor row_sum)",
+      tags);
+  library.def(
+      "_additive_attention_backward(Tensor? grad_output, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
+      "Tensor score_weight, Tensor? key_padding_mask, Tensor? attn_mask, Tensor output, Tensor row_max, "
+      "Tensor row_sum, bool is_causal, float dropout_p, Tensor? rng_state, int weights_mode, bool[6] output_mask) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_score_weight, "
+      "Tensor grad_key_padding_mask, Tensor grad_attn_mask)",
+      tags);
 }

@@ -133,4 +133,20 @@ core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const Gr
   return outputs;
 }
 
+namespace {
+
+template <typename ViewType>
+ViewType view_score_weight(const at::Tensor& tensor) {
+  const bool per_head = tensor.dim() == 2;
+  return to_view<ViewType>(tensor, {-1, per_head ? 0 : -1, -1, per_head ? 1 : 0});
+}
+
+}  // namespace
+
+core::View to_score_weight(const at::Tensor& score_weight) { return view_score_weight<core::View>(score_weight); }
+
+core::MutableView to_grad_score_weight(const at::Tensor& gradient, bool is_wanted) {
+  return is_wanted ? view_score_weight<core::MutableView>(gradient) : core::MutableView{};
+}
+
 }  // namespace fused_mha::detail

@@ -18,4 +18,8 @@ core::BackwardInputs to_backward_inputs(const AttentionArguments& arguments, con
 
 core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const GradientMask& wanted);
 
+/// (1, H, 1, D) from score_weight (D) or (H, D).
+core::View to_score_weight(const at::Tensor& score_weight);
+core::MutableView to_grad_score_weight(const at::Tensor& gradient, bool is_wanted);
+
 }  // namespace fused_mha::detail

@@ -25,6 +25,7 @@ _library.load()
 from fused_mha import _batching, functional, onnx  # noqa: E402
 from fused_mha._explain import AttentionCall, Choice, Explanation, explain  # noqa: E402
 from fused_mha._flops import flop_formulas  # noqa: E402
+from fused_mha.additive import AdditiveAttention  # noqa: E402
 from fused_mha.formulations import ValidLengthsAttention  # noqa: E402
 from fused_mha.module import MultiheadAttention  # noqa: E402
 from fused_mha.replace import ReplacementReport, replace_multihead_attention  # noqa: E402
@@ -38,6 +39,7 @@ cmake_prefix_path: str = str(_library.PACKAGE_FOLDER / "share" / "cmake")
 include_path: str = str(_library.PACKAGE_FOLDER / "include")
 
 __all__ = [
+    "AdditiveAttention",
     "AttentionCall",
     "Choice",
     "Explanation",

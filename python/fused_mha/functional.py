@@ -21,6 +21,8 @@ from torch import Tensor
 from fused_mha.formulations import multi_head_attention, packed_multi_head_attention
 
 __all__ = [
+    "additive_attention",
+    "additive_attention_with_weights",
     "attention",
     "attention_with_weights",
     "draw_rng_state",
@@ -130,6 +132,109 @@ def attention_with_weights(
         is_causal=is_causal,
         dropout_p=dropout_p,
         scale=scale,
+        average_attn_weights=average_attn_weights,
+    )
+    return output, weights
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_weight: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    r"""Masked attention with additive (Bahdanau) scores, fused.
+
+    .. math:: \mathrm{score}_{ls} = \sum_d v_d \tanh(q_{ld} + k_{sd}) + M_{ls}, \qquad
+              \mathrm{output} = \mathrm{softmax}(\mathrm{score})\,V
+
+    (Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and Translate", 2015, appendix
+    A.1.2.) The features q and k are what the projections of queries and keys gave, ``F.linear(queries, W_q)`` and
+    ``F.linear(keys, W_k)``; a bias, if there is one, belongs in either. :class:`fused_mha.AdditiveAttention` has them.
+
+    Args:
+        query: features of the queries, (N, H, L, D). Also (N, L, D), read as one head, and (L, D), one head of one
+            sample.
+        key: features of the keys, (N, Hkv, S, D) where Hkv divides H; 3-D and 2-D as the query.
+        value: (N, Hkv, S, Dv).
+        score_weight: v, (D), shared by all heads, or (H, D); in the dtype of query.
+        key_padding_mask, attn_mask, is_causal, dropout_p: as for :func:`attention`. Scores are not scaled.
+
+    Strides, dtypes and sizes of 0 are those of :func:`attention`. The sums q + k are never stored, not forward and not
+    backward: where there are more than two queries, no exponential is taken for a pair of query and key either, since
+    tanh(q + k) = 1 - 2 / (1 + exp(2q) exp(2k)), to 2 epsilons.
+
+    Returns:
+        (N, H, L, Dv) in the query's dtype and memory order (with the query's number of dimensions).
+
+    Differentiable in query, key, value, score_weight and in both masks where they are floating. Second-order and
+    forward-mode derivatives are right, too, but made of tensors of N * H * L * S * D elements.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as :func:`attention`, naming the argument.
+
+    Example::
+
+        >>> query, key, value = torch.randn(2, 3, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 8)
+        >>> padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        >>> fused_mha.functional.additive_attention(
+        ...     query, key, value, torch.randn(16), key_padding_mask=padding).shape
+        torch.Size([2, 3, 8])
+    """
+    result: Tensor = _ops.additive_attention(
+        query,
+        key,
+        value,
+        score_weight,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+    )
+    return result
+
+
+def additive_attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_weight: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    average_attn_weights: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`additive_attention`, and the attention weights (the alignment) beside the output.
+
+    Args:
+        average_attn_weights: return the mean over heads, (N, L, S); otherwise the weights of each head, (N, H, L, S).
+
+    The other arguments, the dtypes and the errors are those of :func:`additive_attention`; what is returned, and when it
+    has no N or H, is as for :func:`attention_with_weights`.
+
+    Example::
+
+        >>> query, key = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+        >>> output, weights = fused_mha.functional.additive_attention_with_weights(query, key, key, torch.randn(16))
+        >>> output.shape, weights.shape
+        (torch.Size([2, 3, 16]), torch.Size([2, 3, 5]))
+    """
+    output, weights = _ops.additive_attention_with_weights(
+        query,
+        key,
+        value,
+        score_weight,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
         average_attn_weights=average_attn_weights,
     )
     return output, weights

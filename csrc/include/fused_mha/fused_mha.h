@@ -3,5 +3,6 @@
 // Masked multi-head attention for LibTorch: include this one.
 #pragma once
 
+#include <fused_mha/additive_attention.h>
 #include <fused_mha/attention.h>
 #include <fused_mha/multihead_attention.h>
