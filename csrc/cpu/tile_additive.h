@@ -25,8 +25,12 @@
 
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
-/// Rows of a block up to which factors and rank updates do not pay.
+/// Query rows of a head up to which neither factors nor register tiles pay: a step of a decoder.
 inline constexpr std::int64_t kFewAdditiveRows = 2;
+
+FUSED_MHA_INLINE bool has_few_rows(const core::AttentionProblem& problem) {
+  return problem.query_length <= kFewAdditiveRows;
+}
 
 /// Query or key features, packed, and their factors.
 template <typename T>
@@ -34,6 +38,7 @@ struct Features {
   T* raw = nullptr;
   T* factors = nullptr;
   bool has_factors = false;
+  bool not_finite = false;  // of rows only
 };
 
 template <typename T>
@@ -62,7 +67,7 @@ template <typename T>
 static void pack_row_features(const core::View& view, std::int64_t n, std::int64_t h, const KeySpan& rows,
                               std::int64_t depth, std::int64_t padded, std::int64_t padded_rows, bool with_factors,
                               Features<T>& features) {
-  pack_rows<T>(matrix_of(view, n, h), rows, depth, padded, padded_rows, T{1}, features.raw);
+  features.not_finite = pack_rows<T>(matrix_of(view, n, h), rows, depth, padded, padded_rows, T{1}, features.raw);
   features.has_factors = false;
   if (with_factors) make_factors<T>(features, padded_rows * padded);
 }
@@ -137,14 +142,49 @@ template <typename T, bool kFactors, std::int64_t kKeys>
   }
 }
 
+/// out[r][c] = product(row, key), a vector whose lanes are added up; `rows` and `keys` are row_ld and key_ld apart, and
+/// columns behind the last key become 0 up to the next multiple of kGroupKeys. Hidden groups are left out.
+template <typename T, std::int64_t kKeys, typename Product>
+static void few_row_products(const T* rows, std::int64_t row_count, std::int64_t row_ld, const T* keys,
+                             std::int64_t key_count, std::int64_t key_ld, const TileMask<kKeys>& mask,
+                             const Product& product, T* out) {
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    for (std::int64_t first = 0; first < kKeys; first += kLanes<T>) {
+      if (mask.is_hidden(first / kGroupKeys)) continue;
+      Vec<T> products[kLanes<T>];
+      for (int i = 0; i < kLanes<T>; ++i) {
+        products[i] = first + i < key_count ? product(rows + row * row_ld, keys + (first + i) * key_ld) : Vec<T>{};
+      }
+      transpose<T>(products);
+      for (int width = kLanes<T> / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) products[i] = products[i] + products[i + width];
+      }
+      store<T>(out + row * kKeys + first, products[0]);
+    }
+  }
+}
+
 /// Scores of a block's rows against a tile's visible groups, masked. `weight` is v times -2 bias_factor, so that scores
-/// are in the unit of CallConstants. `best` is what mask_tile wants.
+/// are in the unit of CallConstants; keys lie side by side, or with few rows one behind the other, `ld` apart. `best`
+/// is what mask_tile wants.
 template <typename T, std::int64_t kKeys>
 static void additive_scores(const CallConstants& call, const RowBlock& block, const Features<T>& rows, std::int64_t ld,
                             const Features<T>& key_features, const KeySpan& keys, const T* key_bias, const T* weight,
                             TileMask<kKeys>& mask, T* scores, T* best) {
   const std::int64_t depth = call.problem->head_dim;
   const bool by_factors = rows.has_factors && key_features.has_factors;
+  if (has_few_rows(*call.problem)) {
+    const auto score = [&](const T* row, const T* key) {
+      Vec<T> sum{};
+      for (std::int64_t d = 0; d < ld; d += kLanes<T>) {
+        sum = fma(load<T>(weight + d), tanh_rest_from_sum<T>(load<T>(row + d) + load<T>(key + d)), sum);
+      }
+      return sum;
+    };
+    few_row_products<T, kKeys>(rows.raw, block.rows, ld, key_features.raw, keys.count, ld, mask, score, scores);
+    if (mask.any_mixed) mask_tile<T, kKeys>(call, block, keys, key_bias, scores, best, mask);
+    return;
+  }
   for (std::int64_t group = 0; group < TileMask<kKeys>::kGroups; ++group) {
     if (mask.is_hidden(group)) continue;
     const std::int64_t column = group * kGroupKeys;
@@ -175,7 +215,7 @@ struct AdditiveForwardScratch {
   std::int64_t padded_dv = 0;
   AdditiveRows<T>* rows = nullptr;
   KeySpan keys;
-  Features<T> key_features;  // [D][kForwardKeys]
+  Features<T> key_features;  // [D][kForwardKeys], or with few rows [kForwardKeys][padded D]
   T* values = nullptr;       // [kForwardKeys][padded Dv]
   T* key_bias = nullptr;     // [kForwardKeys], null where key_padding_mask adds nothing
   bool values_not_finite = false;
@@ -203,7 +243,7 @@ struct AdditiveForwardScratch {
       carved.sums = arena.take<T>(kBlockRows);
       if (base != nullptr) rows[i] = carved;
     }
-    key_features = take_features<T>(arena, problem.head_dim * kForwardKeys + kLanes<T>);
+    key_features = take_features<T>(arena, kForwardKeys * padded_d + kLanes<T>);
     values = arena.take<T>(kForwardKeys * padded_dv);
     if (plan.call.masks->has_padding_bias()) key_bias = arena.take<T>(kForwardKeys);
     weight = arena.take<T>(padded_d);
@@ -226,9 +266,10 @@ static void begin_additive_rows(const AdditiveForwardPlan& plan, const AdditiveF
                                 const RowBlock& block, AdditiveRows<T>& rows) {
   const core::AttentionProblem& problem = *plan.call.problem;
   rows.block = block;
+  const bool few = has_few_rows(problem);
   pack_row_features<T>(problem.query, block.n, block.h, {nullptr, block.row_begin, block.rows}, problem.head_dim,
-                       scratch.padded_d, block.rows, block.rows > kFewAdditiveRows, rows.features);
-  for (std::int64_t i = 0; i < kBlockRows * scratch.padded_dv; ++i) rows.output[i] = T{0};
+                       scratch.padded_d, block.rows, !few, rows.features);
+  for (std::int64_t i = 0; i < (few ? block.rows : kBlockRows) * scratch.padded_dv; ++i) rows.output[i] = T{0};
   for (std::int64_t row = 0; row < kBlockRows; ++row) {
     rows.row_max[row] = kMinusInfinity<T>;
     rows.sums[row] = T{0};
@@ -309,7 +350,7 @@ static void additive_forward_tile(const AdditiveForwardPlan& plan, AdditiveForwa
       for (std::int64_t i = 0; i < kForwardKeys; i += kLanes<T>) store<T>(copy + i, load<T>(scores + i));
     }
   }
-  if (block.rows <= kFewAdditiveRows || (scratch.values_not_finite && (mask.any_mixed || mask.any_hidden))) {
+  if (has_few_rows(*call.problem) || (scratch.values_not_finite && (mask.any_mixed || mask.any_hidden))) {
     add_visible_values<T>(mask, scratch.tile, block.rows, scratch.values, scratch.keys.count, scratch.padded_dv,
                           rows.output);
   } else {
@@ -336,6 +377,7 @@ static void additive_forward_rows(const AdditiveForwardPlan& plan, AdditiveForwa
   const CallConstants& call = plan.call;
   const core::AttentionProblem& problem = *call.problem;
   const KeySpan& kept = call.masks->kept_keys(n);
+  const bool few = has_few_rows(problem);
   bool with_factors = false;
   for (std::int64_t i = 0; i < count; ++i) with_factors = with_factors || scratch.rows[i].features.has_factors;
   for (std::int64_t step = 0; step * kForwardKeys < kept.count; ++step) {
@@ -350,8 +392,13 @@ static void additive_forward_rows(const AdditiveForwardPlan& plan, AdditiveForwa
         continue;
       }
       if (!prepared) {
-        pack_key_features<T, kForwardKeys>(problem.key, n, kv_head, scratch.keys, problem.head_dim, with_factors,
-                                           scratch.key_features);
+        if (few) {
+          pack_row_features<T>(problem.key, n, kv_head, scratch.keys, problem.head_dim, scratch.padded_d,
+                               scratch.keys.count, false, scratch.key_features);
+        } else {
+          pack_key_features<T, kForwardKeys>(problem.key, n, kv_head, scratch.keys, problem.head_dim, with_factors,
+                                             scratch.key_features);
+        }
         scratch.values_not_finite = pack_rows<T>(matrix_of(problem.value, n, kv_head), scratch.keys, problem.value_dim,
                                                  scratch.padded_dv, scratch.keys.count, T{1}, scratch.values);
         if (scratch.key_bias != nullptr) {

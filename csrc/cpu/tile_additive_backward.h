@@ -33,10 +33,10 @@ struct AdditiveGradScratch {
   bool grads_not_finite = false;
 
   KeySpan keys;
-  Features<T> keys_transposed;     // [D][kBackwardKeys]
-  Features<T> key_rows;            // [kBackwardKeys][padded D]
-  T* values_transposed = nullptr;  // [Dv][kBackwardKeys]
-  T* key_bias = nullptr;           // [kBackwardKeys], null where key_padding_mask adds nothing
+  Features<T> keys_transposed;  // [D][kBackwardKeys]; not with few rows
+  Features<T> key_rows;         // [kBackwardKeys][padded D]
+  T* values = nullptr;          // [Dv][kBackwardKeys], or with few rows [kBackwardKeys][padded Dv]
+  T* key_bias = nullptr;        // [kBackwardKeys], null where key_padding_mask adds nothing
 
   T* weights = nullptr;      // P, then Z P: [kBlockRows][kBackwardKeys]
   T* score_grads = nullptr;  // dP, then dS
@@ -53,7 +53,7 @@ struct AdditiveGradScratch {
     score_weight = arena.take<T>(padded_d);
     keys_transposed = take_features<T>(arena, kBackwardKeys * problem.head_dim + kLanes<T>);
     key_rows = take_features<T>(arena, kBackwardKeys * padded_d);
-    values_transposed = arena.take<T>(kBackwardKeys * problem.value_dim + kLanes<T>);
+    values = arena.take<T>(kBackwardKeys * padded_dv + kLanes<T>);
     if (call.masks->has_padding_bias()) key_bias = arena.take<T>(kBackwardKeys);
     weights = arena.take<T>(kBlockRows * kBackwardKeys);
     score_grads = arena.take<T>(kBlockRows * kBackwardKeys);
@@ -71,11 +71,12 @@ static void pack_additive_grad_rows(const AdditiveBackwardPlan& plan, const RowB
   scratch.block = block;
   pack_score_weight<T>(plan.score_weight, block.h, problem.head_dim, scratch.padded_d,
                        static_cast<T>(-2.0 * attention.call.bias_factor), scratch.score_weight);
-  pack_row_features<T>(problem.query, block.n, block.h, span, problem.head_dim, scratch.padded_d, block.rows,
-                       block.rows > kFewAdditiveRows, scratch.rows);
+  const bool few = has_few_rows(problem);
+  pack_row_features<T>(problem.query, block.n, block.h, span, problem.head_dim, scratch.padded_d, block.rows, !few,
+                       scratch.rows);
   if (attention.inputs.grad_output) {
     const Matrix grad = matrix_of(attention.inputs.grad_output, block.n, block.h);
-    pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, scratch.grads);
+    if (!few) pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, scratch.grads);
     scratch.grads_not_finite =
         pack_rows<T>(grad, span, problem.value_dim, scratch.padded_dv, block.rows, T{1}, scratch.grad_rows);
   }
@@ -93,13 +94,17 @@ template <typename T>
 static void pack_additive_grad_keys(const AdditiveBackwardPlan& plan, std::int64_t n, std::int64_t kv_head,
                                     AdditiveGradScratch<T>& scratch) {
   const core::AttentionProblem& problem = *plan.attention.call.problem;
-  const bool with_factors = problem.query_length > kFewAdditiveRows;
-  pack_key_features<T, kBackwardKeys>(problem.key, n, kv_head, scratch.keys, problem.head_dim, with_factors,
-                                      scratch.keys_transposed);
+  const bool few = has_few_rows(problem);
+  const Matrix value = matrix_of(problem.value, n, kv_head);
   pack_row_features<T>(problem.key, n, kv_head, scratch.keys, problem.head_dim, scratch.padded_d, scratch.keys.count,
-                       with_factors, scratch.key_rows);
-  pack_transposed<T, kBackwardKeys>(matrix_of(problem.value, n, kv_head), scratch.keys, problem.value_dim, T{1},
-                                    scratch.values_transposed);
+                       !few, scratch.key_rows);
+  if (few) {
+    pack_rows<T>(value, scratch.keys, problem.value_dim, scratch.padded_dv, scratch.keys.count, T{1}, scratch.values);
+  } else {
+    pack_key_features<T, kBackwardKeys>(problem.key, n, kv_head, scratch.keys, problem.head_dim, true,
+                                        scratch.keys_transposed);
+    pack_transposed<T, kBackwardKeys>(value, scratch.keys, problem.value_dim, T{1}, scratch.values);
+  }
   if (scratch.key_bias != nullptr) load_key_bias<T>(problem, n, scratch.keys, kBackwardKeys, scratch.key_bias);
 }
 
@@ -147,11 +152,21 @@ template <typename T>
 static void additive_gradient_tile(const AdditiveBackwardPlan& plan, AdditiveGradScratch<T>& scratch) {
   const BackwardPlan& attention = plan.attention;
   const CallConstants& call = attention.call;
-  additive_scores<T, kBackwardKeys>(call, scratch.block, scratch.rows, scratch.padded_d, scratch.keys_transposed,
-                                    scratch.keys, scratch.key_bias, scratch.score_weight, *scratch.mask,
-                                    scratch.weights, scratch.best);
-  if (attention.inputs.grad_output) {
-    rank_update<T, 1, kBlockRows>(scratch.grads, scratch.block.rows, scratch.values_transposed, kBackwardKeys,
+  const bool few = has_few_rows(*call.problem);
+  additive_scores<T, kBackwardKeys>(call, scratch.block, scratch.rows, scratch.padded_d,
+                                    few ? scratch.key_rows : scratch.keys_transposed, scratch.keys, scratch.key_bias,
+                                    scratch.score_weight, *scratch.mask, scratch.weights, scratch.best);
+  if (attention.inputs.grad_output && few) {
+    const std::int64_t ld = scratch.padded_dv;
+    const auto dot = [ld](const T* row, const T* value) {
+      Vec<T> sum{};
+      for (std::int64_t i = 0; i < ld; i += kLanes<T>) sum = fma(load<T>(row + i), load<T>(value + i), sum);
+      return sum;
+    };
+    few_row_products<T, kBackwardKeys>(scratch.grad_rows, scratch.block.rows, ld, scratch.values, scratch.keys.count,
+                                       ld, *scratch.mask, dot, scratch.score_grads);
+  } else if (attention.inputs.grad_output) {
+    rank_update<T, 1, kBlockRows>(scratch.grads, scratch.block.rows, scratch.values, kBackwardKeys,
                                   call.problem->value_dim, scratch.score_grads, false);
   } else {
     for (std::int64_t i = 0; i < kBlockRows * kBackwardKeys; ++i) scratch.score_grads[i] = T{0};
@@ -247,7 +262,7 @@ FUSED_MHA_INLINE void feature_grad_tile(const T* __restrict rows, const T* __res
   store<T>(weight_grad, load<T>(weight_grad) + rest_sum);
 }
 
-/// The same pair by pair: features that may be NaN, which only a row that sees them may meet.
+/// The same pair by pair: features that are not finite, which only a row that sees them may meet.
 template <typename T>
 static void add_visible_feature_grads(const AdditiveGradScratch<T>& scratch, std::int64_t column, Vec<T> four_v,
                                       const FeatureGrads<T>& grads) {
@@ -270,23 +285,32 @@ static void add_feature_grads(const AdditiveBackwardPlan& plan, const AdditiveGr
   const std::int64_t ld = scratch.padded_d;
   const std::int64_t rows = scratch.block.rows;
   const bool by_factors = scratch.rows.has_factors && scratch.key_rows.has_factors;
+  const bool by_pairs =
+      (scratch.rows.not_finite || scratch.key_rows.not_finite) && (scratch.mask->any_mixed || scratch.mask->any_hidden);
   // score_weight holds v times -2 bias_factor.
   const Vec<T> to_four_v = broadcast<T>(static_cast<T>(-2.0 / plan.attention.call.bias_factor));
   for (std::int64_t column = 0; column < ld; column += kLanes<T>) {
     const Vec<T> four_v = load<T>(scratch.score_weight + column) * to_four_v;
-    if (!by_factors) {
+    if (by_pairs) {
       add_visible_feature_grads<T>(scratch, column, four_v, grads);
       continue;
     }
-    const auto add = [&]<int kCount>(std::integral_constant<int, kCount>, std::int64_t row) {
-      feature_grad_tile<T, true, kCount>(scratch.rows.factors + row * ld + column, scratch.key_rows.factors + column,
-                                         ld, scratch.keys.count, scratch.score_grads + row * kBackwardKeys, four_v,
-                                         grads.query + row * ld + column, grads.key + column,
-                                         grads.score_weight + column);
+    const auto add = [&]<bool kFactors, int kCount>(std::bool_constant<kFactors>, std::integral_constant<int, kCount>,
+                                                    std::int64_t row) {
+      const T* row_features = kFactors ? scratch.rows.factors : scratch.rows.raw;
+      const T* key_features = kFactors ? scratch.key_rows.factors : scratch.key_rows.raw;
+      feature_grad_tile<T, kFactors, kCount>(row_features + row * ld + column, key_features + column, ld,
+                                             scratch.keys.count, scratch.score_grads + row * kBackwardKeys, four_v,
+                                             grads.query + row * ld + column, grads.key + column,
+                                             grads.score_weight + column);
     };
     std::int64_t row = 0;
-    for (; row + kRows <= rows; row += kRows) add(std::integral_constant<int, kRows>{}, row);
-    for (; row < rows; ++row) add(std::integral_constant<int, 1>{}, row);
+    if (!by_factors) {
+      for (; row < rows; ++row) add(std::false_type{}, std::integral_constant<int, 1>{}, row);
+      continue;
+    }
+    for (; row + kRows <= rows; row += kRows) add(std::true_type{}, std::integral_constant<int, kRows>{}, row);
+    for (; row < rows; ++row) add(std::true_type{}, std::integral_constant<int, 1>{}, row);
   }
 }
 
