@@ -123,10 +123,17 @@ struct AdditiveBackward : public TraceableFunction {
   }
 };
 
-/// Makes `result` dual: `with_tangent` is the same value, computed in operations that carried tangents along.
-void set_tangent(const at::Tensor& result, const at::Tensor& with_tangent) {
-  if (!with_tangent.defined()) return;
-  const at::Tensor& tangent = with_tangent._fw_grad(/*level=*/0);
+/// The tangent of a tensor that may be absent; undefined where it has none.
+at::Tensor tangent_of(const OptionalTensor& tensor) {
+  return has_tensor(tensor) ? at::Tensor(tensor->_fw_grad(/*level=*/0)) : at::Tensor();
+}
+
+/// The tensor without its tangent.
+OptionalTensor primal_of(const OptionalTensor& tensor) {
+  return has_tensor(tensor) ? OptionalTensor(tensor->_fw_primal(/*level=*/0)) : tensor;
+}
+
+void set_tangent(const at::Tensor& result, const at::Tensor& tangent) {
   if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 
@@ -163,9 +170,15 @@ ForwardResult additive_attention_forward_autograd(c10::DispatchKeySet keys, cons
     announce_node(node);
   }
   if (has_tangent(arguments) || is_dual(score_weight)) {
-    const auto dual = unfused_additive_forward(arguments, score_weight);
-    set_tangent(output, dual[0]);
-    set_tangent(weights, dual[1]);
+    auto primals = arguments;
+    for (auto* tensor : {&primals.query, &primals.key, &primals.value}) *tensor = tensor->_fw_primal(/*level=*/0);
+    for (auto* mask : {&primals.key_padding_mask, &primals.attn_mask}) *mask = primal_of(*mask);
+    const auto tangents =
+        additive_forward_tangents(primals, score_weight._fw_primal(/*level=*/0),
+                                  {tangent_of(query), tangent_of(key), tangent_of(value), tangent_of(score_weight),
+                                   tangent_of(key_padding_mask), tangent_of(attn_mask)});
+    set_tangent(output, tangents[0]);
+    set_tangent(weights, tangents[1]);
   }
   return result;
 }
@@ -205,7 +218,7 @@ AdditiveBackwardResult additive_attention_backward_autograd(
   }
   if (has_tangent(arguments, backward) || is_dual(score_weight)) {
     const auto dual = unfused_additive_backward(arguments, score_weight, backward, output_mask);
-    for (std::size_t i = 0; i < gradients.size(); ++i) set_tangent(gradients[i], dual[i]);
+    for (std::size_t i = 0; i < gradients.size(); ++i) set_tangent(gradients[i], tangent_of(optional_tensor(dual[i])));
   }
   return result;
 }

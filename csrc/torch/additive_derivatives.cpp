@@ -61,6 +61,18 @@ class AdditiveScores {
     return sum.masked_fill(hidden_.unsqueeze(-1), 0.0);
   }
 
+  /// Change of the scores, (N, H, L, S), for changes of the sums of features, of score_weight and of attn_mask;
+  /// undefined where all of these are.
+  Tensor change(const Tensor& of_sums, const Tensor& of_weight, const Tensor& of_attn_mask) const {
+    Tensor change;
+    if (of_sums.defined()) change = (weight_ * slope_ * of_sums).sum(-1);
+    if (of_weight.defined()) change = sum_of(change, (as_factor(of_weight) * tanh_).sum(-1));
+    if (of_attn_mask.defined()) change = sum_of(change, of_attn_mask.to(accumulation_));
+    if (!change.defined()) return change;
+    return change.expand_symint(
+        {arguments_.batch(), arguments_.heads(), arguments_.query_length(), arguments_.key_length()});
+  }
+
   /// The same call as attention of queries 0 whose mask is the scores.
   AttentionArguments as_plain() const {
     auto scores = (weight_ * tanh_).sum(-1);
@@ -142,9 +154,12 @@ c10::impl::ExcludeDispatchKeyGuard without_autocast() {
 
 }  // namespace
 
-std::array<Tensor, 2> unfused_additive_forward(const AttentionArguments& a, const Tensor& score_weight) {
+std::array<Tensor, 2> additive_forward_tangents(const AttentionArguments& a, const Tensor& score_weight,
+                                                const std::array<Tensor, 6>& of) {
   const auto guard = without_autocast();
-  return unfused_forward(AdditiveScores(a, score_weight).as_plain());
+  const AdditiveScores scores(a, score_weight);
+  const auto change = scores.change(scores.sum_of_features(of[0], of[1]), of[3], of[5]);
+  return forward_tangents(scores.as_plain(), {Tensor(), Tensor(), of[2], of[4], change});
 }
 
 std::array<Tensor, 6> unfused_additive_backward(const AttentionArguments& a, const Tensor& score_weight,
@@ -176,15 +191,8 @@ std::array<Tensor, 8> unfused_additive_double_backward(const AttentionArguments&
   const auto& weight = scores.weight();
   const auto plain = scores.as_plain();
 
-  // The scores' change when query, key, score_weight and attn_mask change by the cotangents.
   const auto direction = scores.sum_of_features(of[0], of[1]);
-  const auto weight_direction = of[3].defined() ? scores.as_factor(of[3]) : Tensor();
-  Tensor change;
-  if (direction.defined()) change = (weight * slope * direction).sum(-1);
-  if (weight_direction.defined()) change = sum_of(change, (weight_direction * tanh).sum(-1));
-  if (of[5].defined()) change = sum_of(change, of[5].to(plain.attn_mask->scalar_type()));
-  if (change.defined()) change = change.expand_as(*plain.attn_mask);
-
+  const auto change = scores.change(direction, of[3], of[5]);
   const auto grad_scores = unfused_backward(plain, b, {false, false, false, false, true})[4].unsqueeze(-1);
   const auto of_plain = unfused_double_backward(plain, b, {Tensor(), Tensor(), of[2], of[4], change},
                                                 {wanted[0], wanted[1], false, false, wanted[4], wanted[6], true});
@@ -198,7 +206,7 @@ std::array<Tensor, 8> unfused_additive_double_backward(const AttentionArguments&
   if (wanted[2] || wanted[3]) {
     auto of_sum = of_scores * weight * slope;
     if (direction.defined()) of_sum = of_sum - 2.0 * grad_scores * weight * tanh * slope * direction;
-    if (weight_direction.defined()) of_sum = of_sum + grad_scores * weight_direction * slope;
+    if (of[3].defined()) of_sum = of_sum + grad_scores * scores.as_factor(of[3]) * slope;
     if (wanted[2]) result[2] = scores.as_query(of_sum);
     if (wanted[3]) result[3] = scores.as_key(of_sum);
   }

@@ -16,8 +16,10 @@
 
 namespace fused_mha::detail {
 
-/// Output and weights (undefined with weights_mode 0), differentiable by any mode.
-std::array<at::Tensor, 2> unfused_additive_forward(const AttentionArguments& arguments, const at::Tensor& score_weight);
+/// Tangents of output and weights (undefined with weights_mode 0) for those `of` query, key, value, score_weight,
+/// key_padding_mask and attn_mask, any of which may be undefined; differentiable by any mode.
+std::array<at::Tensor, 2> additive_forward_tangents(const AttentionArguments& arguments, const at::Tensor& score_weight,
+                                                    const std::array<at::Tensor, 6>& of);
 
 /// Gradients of query, key, value, score_weight, key_padding_mask, attn_mask, differentiable by any mode; undefined if
 /// not wanted.
