@@ -6,10 +6,10 @@
 //   score[l][s] = sum_d v[d] tanh(q[l][d] + k[s][d])  =  sum_d v[d]  -  2 sum_d v[d] r(q[l][d] + k[s][d])
 //   softmax, dropout, masks, output as in tile_forward.h
 //
-// with r of simd/tanh.h. The first sum is the same for all keys of a row, so the softmax does not see it and it is left
-// out. r comes from factors exp(2q), exp(2k) that are made once for a row and once for a key: a pair costs a reciprocal
-// and four multiply-adds an element, no exponential, and nothing of L * S * D elements exists. Rows too few to repay
-// the factors, and features beyond kFactorRange (or NaN), take r from the sum instead.
+// with r of simd/tanh.h; the first sum keeps scores as small as they are and costs a pair nothing. r comes from factors
+// exp(2q), exp(2k) that are made once for a row and once for a key: a pair costs a reciprocal and four multiply-adds a
+// feature, no exponential, and nothing of L * S * D elements exists. Rows too few to repay the factors, and features
+// beyond kFactorRange (or NaN), take r from the sum instead.
 //
 // Shapes: q (N, H, L, D), k (N, Hkv, S, D), v (1, H, 1, D); free strides. Sums in T. The order of sums depends on the
 // row alone, never on the item. (Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
@@ -81,11 +81,42 @@ static void pack_key_features(const core::View& view, std::int64_t n, std::int64
   if (with_factors) make_factors<T>(features, depth * kKeys);
 }
 
+/// Features that are summed up before their sum is added to the others': fewer roundings of large sums.
+inline constexpr std::int64_t kFeaturesPerSum = 8;
+
+/// v of one head as the sums want it, in the unit of CallConstants.
+template <typename T>
+struct ScoreWeight {
+  T* weight = nullptr;  // [padded D]: -2 v, zeros behind
+  T* starts = nullptr;  // what sums of kFeaturesPerSum features start with: their sum of v
+  T* lanes = nullptr;   // [lanes]: the same where every lane sums up each lanes-th feature
+};
+
+template <typename T>
+static ScoreWeight<T> take_score_weight(Arena& arena, std::int64_t padded) {
+  return {arena.take<T>(padded), arena.take<T>(padded), arena.take<T>(kLanes<T>)};
+}
+
 /// v of one head times `factor`, zeros up to `padded`.
 template <typename T>
 static void pack_score_weight(const core::View& view, std::int64_t h, std::int64_t depth, std::int64_t padded, T factor,
                               T* out) {
   pack_rows<T>(matrix_of(view, 0, h), {nullptr, 0, 1}, depth, padded, 1, factor, out);
+}
+
+template <typename T>
+static void pack_score_weight(const CallConstants& call, const core::View& view, std::int64_t h, std::int64_t padded,
+                              const ScoreWeight<T>& out) {
+  const std::int64_t depth = call.problem->head_dim;
+  pack_score_weight<T>(view, h, depth, padded, static_cast<T>(-2.0 * call.bias_factor), out.weight);
+  for (std::int64_t d = 0; d < depth; ++d) {
+    T& start = out.starts[d / kFeaturesPerSum];
+    start = (d % kFeaturesPerSum == 0 ? T{0} : start) - out.weight[d] / T{2};
+  }
+  Vec<T> lanes{};
+  for (std::int64_t d = 0; d < padded; d += kLanes<T>)
+    lanes = fma(load<T>(out.weight + d), broadcast<T>(T(-0.5)), lanes);
+  store<T>(out.lanes, lanes);
 }
 
 template <typename T, bool kFactors>
@@ -97,46 +128,64 @@ FUSED_MHA_INLINE Vec<T> tanh_rest(Vec<T> query, Vec<T> key) {
   }
 }
 
-/// One register tile of scores: out[r][c] = sum_d weight[d] r(rows[r][d], keys[d][c]); rows of `out` and of `keys` are
-/// kKeys apart.
+/// One register tile of scores: out[r][c] = sum_d v[d] (1 - 2 r(rows[r][d], keys[d][c])); rows of `out` and of `keys`
+/// are kKeys apart.
 template <typename T, bool kFactors, int kRows, int kVectors, std::int64_t kKeys>
 FUSED_MHA_INLINE void additive_tile(const T* __restrict rows, std::int64_t ld, const T* __restrict keys,
-                                    const T* __restrict weight, std::int64_t depth, T* __restrict out) {
-  Vec<T> sums[kRows][kVectors] = {};
-  for (std::int64_t d = 0; d < depth; ++d) {
-    const Vec<T> factor = broadcast<T>(weight[d]);
-    Vec<T> columns[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) columns[v] = load<T>(keys + d * kKeys + v * kLanes<T>);
+                                    const T* __restrict weight, const T* __restrict starts, std::int64_t depth,
+                                    T* __restrict out) {
+  Vec<T> totals[kRows][kVectors] = {};
+  for (std::int64_t first = 0; first < depth; first += kFeaturesPerSum) {
+    const std::int64_t end = depth - first < kFeaturesPerSum ? depth : first + kFeaturesPerSum;
+    const Vec<T> start = broadcast<T>(starts[first / kFeaturesPerSum]);
+    Vec<T> sums[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> row = broadcast<T>(rows[r * ld + d]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(factor, tanh_rest<T, kFactors>(row, columns[v]), sums[r][v]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = start;
+    }
+    for (std::int64_t d = first; d < end; ++d) {
+      const Vec<T> factor = broadcast<T>(weight[d]);
+      Vec<T> columns[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) columns[v] = load<T>(keys + d * kKeys + v * kLanes<T>);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<T> row = broadcast<T>(rows[r * ld + d]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          sums[r][v] = fma(factor, tanh_rest<T, kFactors>(row, columns[v]), sums[r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) totals[r][v] = totals[r][v] + sums[r][v];
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store<T>(out + r * kKeys + v * kLanes<T>, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store<T>(out + r * kKeys + v * kLanes<T>, totals[r][v]);
   }
 }
 
 /// All rows of a block against one group of keys.
 template <typename T, bool kFactors, std::int64_t kKeys>
 [[gnu::noinline]] static void additive_group(const T* rows, std::int64_t row_count, std::int64_t ld, const T* keys,
-                                             const T* weight, std::int64_t depth, T* out) {
+                                             const ScoreWeight<T>& v, std::int64_t depth, T* out) {
   constexpr int kRows = kRegisters == 32 ? 4 : 2;
   constexpr int kVectors = 2;
   static_assert(kGroupKeys % (kVectors * kLanes<T>) == 0);
   for (std::int64_t column = 0; column < kGroupKeys; column += kVectors * kLanes<T>) {
     std::int64_t row = 0;
     for (; row + kRows <= row_count; row += kRows) {
-      additive_tile<T, kFactors, kRows, kVectors, kKeys>(rows + row * ld, ld, keys + column, weight, depth,
+      additive_tile<T, kFactors, kRows, kVectors, kKeys>(rows + row * ld, ld, keys + column, v.weight, v.starts, depth,
                                                          out + row * kKeys + column);
     }
     for (; row < row_count; ++row) {
-      additive_tile<T, kFactors, 1, kVectors, kKeys>(rows + row * ld, ld, keys + column, weight, depth,
+      additive_tile<T, kFactors, 1, kVectors, kKeys>(rows + row * ld, ld, keys + column, v.weight, v.starts, depth,
                                                      out + row * kKeys + column);
     }
   }
@@ -164,20 +213,19 @@ static void few_row_products(const T* rows, std::int64_t row_count, std::int64_t
   }
 }
 
-/// Scores of a block's rows against a tile's visible groups, masked. `weight` is v times -2 bias_factor, so that scores
-/// are in the unit of CallConstants; keys lie side by side, or with few rows one behind the other, `ld` apart. `best`
-/// is what mask_tile wants.
+/// Scores of a block's rows against a tile's visible groups, masked. Keys lie side by side, or with few rows one behind
+/// the other, `ld` apart. `best` is what mask_tile wants.
 template <typename T, std::int64_t kKeys>
 static void additive_scores(const CallConstants& call, const RowBlock& block, const Features<T>& rows, std::int64_t ld,
-                            const Features<T>& key_features, const KeySpan& keys, const T* key_bias, const T* weight,
-                            TileMask<kKeys>& mask, T* scores, T* best) {
+                            const Features<T>& key_features, const KeySpan& keys, const T* key_bias,
+                            const ScoreWeight<T>& v, TileMask<kKeys>& mask, T* scores, T* best) {
   const std::int64_t depth = call.problem->head_dim;
   const bool by_factors = rows.has_factors && key_features.has_factors;
   if (has_few_rows(*call.problem)) {
     const auto score = [&](const T* row, const T* key) {
-      Vec<T> sum{};
+      Vec<T> sum = load<T>(v.lanes);
       for (std::int64_t d = 0; d < ld; d += kLanes<T>) {
-        sum = fma(load<T>(weight + d), tanh_rest_from_sum<T>(load<T>(row + d) + load<T>(key + d)), sum);
+        sum = fma(load<T>(v.weight + d), tanh_rest_from_sum<T>(load<T>(row + d) + load<T>(key + d)), sum);
       }
       return sum;
     };
@@ -189,11 +237,10 @@ static void additive_scores(const CallConstants& call, const RowBlock& block, co
     if (mask.is_hidden(group)) continue;
     const std::int64_t column = group * kGroupKeys;
     if (by_factors) {
-      additive_group<T, true, kKeys>(rows.factors, block.rows, ld, key_features.factors + column, weight, depth,
+      additive_group<T, true, kKeys>(rows.factors, block.rows, ld, key_features.factors + column, v, depth,
                                      scores + column);
     } else {
-      additive_group<T, false, kKeys>(rows.raw, block.rows, ld, key_features.raw + column, weight, depth,
-                                      scores + column);
+      additive_group<T, false, kKeys>(rows.raw, block.rows, ld, key_features.raw + column, v, depth, scores + column);
     }
   }
   if (mask.any_mixed) mask_tile<T, kKeys>(call, block, keys, key_bias, scores, best, mask);
@@ -219,8 +266,8 @@ struct AdditiveForwardScratch {
   T* values = nullptr;       // [kForwardKeys][padded Dv]
   T* key_bias = nullptr;     // [kForwardKeys], null where key_padding_mask adds nothing
   bool values_not_finite = false;
-  T* weight = nullptr;  // [padded D]
-  T* tile = nullptr;    // [kBlockRows][kForwardKeys]
+  ScoreWeight<T> weight;
+  T* tile = nullptr;  // [kBlockRows][kForwardKeys]
   T* best = nullptr;
   TileMask<kForwardKeys>* mask = nullptr;
   T* panel = nullptr;     // [kBlockRows][panel_stride]: unnormalized weights of one block, where they are returned
@@ -246,7 +293,7 @@ struct AdditiveForwardScratch {
     key_features = take_features<T>(arena, kForwardKeys * padded_d + kLanes<T>);
     values = arena.take<T>(kForwardKeys * padded_dv);
     if (plan.call.masks->has_padding_bias()) key_bias = arena.take<T>(kForwardKeys);
-    weight = arena.take<T>(padded_d);
+    weight = take_score_weight<T>(arena, padded_d);
     tile = arena.take<T>(kBlockRows * kForwardKeys);
     best = arena.take<T>(kBlockRows * kLanes<T>);
     mask = arena.take<TileMask<kForwardKeys>>(1);
@@ -514,8 +561,7 @@ static void additive_forward_item(const AdditiveForwardPlan& plan, const Additiv
   const std::int64_t count = item.block_end - item.block_begin;
   T scales[kBlockRows];
   for (std::int64_t h = item.head_begin; h < item.head_end; ++h) {
-    pack_score_weight<T>(plan.score_weight, h, problem.head_dim, scratch.padded_d,
-                         static_cast<T>(-2.0 * call.bias_factor), scratch.weight);
+    pack_score_weight<T>(call, plan.score_weight, h, scratch.padded_d, scratch.weight);
     for (std::int64_t i = 0; i < count; ++i) {
       begin_additive_rows<T>(plan, scratch, row_block(call, item.n, h, item.block_begin + i), scratch.rows[i]);
     }

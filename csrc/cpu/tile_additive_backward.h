@@ -23,12 +23,12 @@ struct AdditiveGradScratch {
   std::int64_t padded_dv = 0;
 
   RowBlock block;
-  Features<T> rows;           // [kBlockRows][padded D]
-  T* grads = nullptr;         // dO: [Dv][kBlockRows]
-  T* grad_rows = nullptr;     // dO: [kBlockRows][padded Dv]
-  T* score_weight = nullptr;  // v times -2 bias_factor: [padded D]
-  T row_max[kBlockRows];      // 0 where the row saw nothing
-  T reciprocal[kBlockRows];   // 1 / row_sum, 0 where the row saw nothing
+  Features<T> rows;        // [kBlockRows][padded D]
+  T* grads = nullptr;      // dO: [Dv][kBlockRows]
+  T* grad_rows = nullptr;  // dO: [kBlockRows][padded Dv]
+  ScoreWeight<T> score_weight;
+  T row_max[kBlockRows];     // 0 where the row saw nothing
+  T reciprocal[kBlockRows];  // 1 / row_sum, 0 where the row saw nothing
   T delta[kBlockRows];
   bool grads_not_finite = false;
 
@@ -50,7 +50,7 @@ struct AdditiveGradScratch {
     rows = take_features<T>(arena, kBlockRows * padded_d);
     grads = arena.take<T>(kBlockRows * problem.value_dim + kLanes<T>);
     grad_rows = arena.take<T>(kBlockRows * padded_dv);
-    score_weight = arena.take<T>(padded_d);
+    score_weight = take_score_weight<T>(arena, padded_d);
     keys_transposed = take_features<T>(arena, kBackwardKeys * problem.head_dim + kLanes<T>);
     key_rows = take_features<T>(arena, kBackwardKeys * padded_d);
     values = arena.take<T>(kBackwardKeys * padded_dv + kLanes<T>);
@@ -69,8 +69,7 @@ static void pack_additive_grad_rows(const AdditiveBackwardPlan& plan, const RowB
   const core::AttentionProblem& problem = *attention.call.problem;
   const KeySpan span{nullptr, block.row_begin, block.rows};
   scratch.block = block;
-  pack_score_weight<T>(plan.score_weight, block.h, problem.head_dim, scratch.padded_d,
-                       static_cast<T>(-2.0 * attention.call.bias_factor), scratch.score_weight);
+  pack_score_weight<T>(attention.call, plan.score_weight, block.h, scratch.padded_d, scratch.score_weight);
   const bool few = has_few_rows(problem);
   pack_row_features<T>(problem.query, block.n, block.h, span, problem.head_dim, scratch.padded_d, block.rows, !few,
                        scratch.rows);
@@ -287,10 +286,10 @@ static void add_feature_grads(const AdditiveBackwardPlan& plan, const AdditiveGr
   const bool by_factors = scratch.rows.has_factors && scratch.key_rows.has_factors;
   const bool by_pairs =
       (scratch.rows.not_finite || scratch.key_rows.not_finite) && (scratch.mask->any_mixed || scratch.mask->any_hidden);
-  // score_weight holds v times -2 bias_factor.
+  // score_weight holds -2 v in the unit of scores.
   const Vec<T> to_four_v = broadcast<T>(static_cast<T>(-2.0 / plan.attention.call.bias_factor));
   for (std::int64_t column = 0; column < ld; column += kLanes<T>) {
-    const Vec<T> four_v = load<T>(scratch.score_weight + column) * to_four_v;
+    const Vec<T> four_v = load<T>(scratch.score_weight.weight + column) * to_four_v;
     if (by_pairs) {
       add_visible_feature_grads<T>(scratch, column, four_v, grads);
       continue;
@@ -431,7 +430,7 @@ static void finish_additive_query_grads(const AdditiveBackwardPlan& plan, const 
   const core::AttentionProblem& problem = *call.problem;
   const core::MutableView& to = attention.outputs.grad_query;
   const std::int64_t ld = scratch.tile.padded_d;
-  T* four_v = scratch.tile.score_weight;
+  T* four_v = scratch.tile.score_weight.weight;
   for (std::int64_t i = 0; i < scratch.blocks; ++i) {
     const std::int64_t h = item.kv_head * problem.heads_per_kv_head() + i / call.blocks_per_head;
     const RowBlock block = row_block(call, item.n, h, i % call.blocks_per_head);
