@@ -41,6 +41,7 @@ examples: build $(STAMPS)/examples
 	$(PYTHON) examples/real_models.py
 	$(PYTHON) examples/sentence_search.py
 	$(PYTHON) examples/atom_maps.py
+	$(PYTHON) examples/alignment.py
 
 bench: build $(STAMPS)/demo
 	$(PYTHON) benchmarks/bench.py

@@ -14,6 +14,7 @@
 #include "torch/autograd_node.h"
 #include "torch/derivatives.h"
 #include "torch/operators.h"
+#include "torch/tangents.h"
 
 namespace fused_mha::detail {
 namespace {
@@ -122,20 +123,6 @@ struct AdditiveBackward : public TraceableFunction {
     return {result.begin(), result.end()};
   }
 };
-
-/// The tangent of a tensor that may be absent; undefined where it has none.
-at::Tensor tangent_of(const OptionalTensor& tensor) {
-  return has_tensor(tensor) ? at::Tensor(tensor->_fw_grad(/*level=*/0)) : at::Tensor();
-}
-
-/// The tensor without its tangent.
-OptionalTensor primal_of(const OptionalTensor& tensor) {
-  return has_tensor(tensor) ? OptionalTensor(tensor->_fw_primal(/*level=*/0)) : tensor;
-}
-
-void set_tangent(const at::Tensor& result, const at::Tensor& tangent) {
-  if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
-}
 
 bool is_dual(const at::Tensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
 

@@ -12,6 +12,7 @@
 #include "torch/call_record.h"
 #include "torch/derivatives.h"
 #include "torch/operators.h"
+#include "torch/tangents.h"
 
 namespace fused_mha::detail {
 namespace {
@@ -125,20 +126,6 @@ struct AttentionBackward : public TraceableFunction {
     return to_list(result);
   }
 };
-
-/// The tangent of a tensor that may be absent; undefined where it has none.
-at::Tensor tangent_of(const OptionalTensor& tensor) {
-  return has_tensor(tensor) ? at::Tensor(tensor->_fw_grad(/*level=*/0)) : at::Tensor();
-}
-
-/// The tensor without its tangent.
-OptionalTensor primal_of(const OptionalTensor& tensor) {
-  return has_tensor(tensor) ? OptionalTensor(tensor->_fw_primal(/*level=*/0)) : tensor;
-}
-
-void set_tangent(const at::Tensor& result, const at::Tensor& tangent) {
-  if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
-}
 
 ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
                                          const at::Tensor& value, const OptionalTensor& key_padding_mask,

@@ -216,8 +216,8 @@ def additive_attention_with_weights(
     Args:
         average_attn_weights: return the mean over heads, (N, L, S); otherwise the weights of each head, (N, H, L, S).
 
-    The other arguments, the dtypes and the errors are those of :func:`additive_attention`; what is returned, and when it
-    has no N or H, is as for :func:`attention_with_weights`.
+    The other arguments, the dtypes and the errors are those of :func:`additive_attention`; what is returned, and when
+    it has no N or H, is as for :func:`attention_with_weights`.
 
     Example::
 

