@@ -61,7 +61,7 @@ void look_at_row(const View& mask, std::int64_t offset, std::int64_t count, Seen
 
 double mask_sum(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t s) {
   if (s >= problem.masked_keys()) return 0.0;
-  if (problem.is_causal && s > l) return kHiddenValue;
+  if (problem.is_causal && s > l + problem.causal_offset) return kHiddenValue;
   double sum = 0.0;
   for (const View* mask : {&problem.key_padding_mask, &problem.attn_mask}) {
     if (!*mask) continue;
@@ -73,7 +73,7 @@ double mask_sum(const AttentionProblem& problem, std::int64_t n, std::int64_t h,
 }
 
 MaskPlan::MaskPlan(const AttentionProblem& problem, const Parallel& parallel)
-    : masked_keys_(problem.masked_keys()), is_causal_(problem.is_causal) {
+    : masked_keys_(problem.masked_keys()), causal_offset_(problem.causal_offset), is_causal_(problem.is_causal) {
   find_kept_keys(problem, parallel);
   classify_attn_mask(problem, parallel);
 }

@@ -3,8 +3,8 @@
 // Who sees whom. What key_padding_mask, attn_mask, causality and always-visible keys mean: element by element
 // (mask_sum, which the kernels' vectors are tested against), and by tile, where the kernels' loop bounds come from.
 //
-//   bool True = float -inf = hidden; any other float is added to the scaled score; is_causal hides s > l; the last
-//   always_visible_keys keys are outside all of it.
+//   bool True = float -inf = hidden; any other float is added to the scaled score; is_causal hides s > l +
+//   causal_offset; the last always_visible_keys keys are outside all of it.
 //
 // Keys that key_padding_mask hides are dropped before any kernel looks at them: attention does not depend on the
 // order of keys, so the kernels work on the list of kept keys. attn_mask is classified once a call in tiles of
@@ -89,8 +89,8 @@ class MaskPlan {
     TileClass result = has_padding_bias_ ? TileClass::kMixed : TileClass::kFree;
     if (lowest >= masked) return result;
     const bool all_masked = highest < masked;
-    if (is_causal_ && highest > row_begin) {
-      if (all_masked && lowest >= row_end) return TileClass::kHidden;
+    if (is_causal_ && highest > row_begin + causal_offset_) {
+      if (all_masked && lowest >= row_end + causal_offset_) return TileClass::kHidden;
       result = TileClass::kMixed;
     }
     if (attn_classes_ != nullptr) {
@@ -137,6 +137,7 @@ class MaskPlan {
   std::int64_t mask_rows_ = 1;
   std::int64_t row_tiles_ = 1;
   std::int64_t key_tiles_ = 1;
+  std::int64_t causal_offset_ = 0;
   bool is_causal_ = false;
   bool padding_is_shared_ = true;
   bool has_padding_bias_ = false;

@@ -29,13 +29,22 @@ void for_each_row(const AttentionProblem& problem, const Body& body) {
   }
 }
 
-/// Softmax over the visible keys of one row.
-std::vector<double> row_probabilities(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l) {
+struct Row {
+  std::vector<double> probabilities;
+  double sink_weight = 0.0;
+  double log_sum_exp = 0.0;
+};
+
+/// Softmax over the visible keys and the sink of one row.
+Row softmax_of_row(const AttentionProblem& problem, std::int64_t n, std::int64_t h, std::int64_t l) {
   constexpr double kHidden = -std::numeric_limits<double>::infinity();
   const std::int64_t kv_head = h / problem.heads_per_kv_head();
-  std::vector<double> scores(static_cast<std::size_t>(problem.key_length), 0.0);
+  const double sink = problem.sink ? element(problem.sink, n, h, 0, 0) : kHidden;
+  Row row;
+  std::vector<double>& scores = row.probabilities;
+  scores.assign(static_cast<std::size_t>(problem.key_length), 0.0);
   std::vector<bool> visible(scores.size());
-  double largest = kHidden;
+  double largest = sink;
   for (std::int64_t s = 0; s < problem.key_length; ++s) {
     const auto i = static_cast<std::size_t>(s);
     const double added = mask_sum(problem, n, h, l, s);
@@ -48,7 +57,8 @@ std::vector<double> row_probabilities(const AttentionProblem& problem, std::int6
     scores[i] = problem.scale * dot + added;
     largest = std::max(largest, scores[i]);
   }
-  double sum = 0.0;
+  row.sink_weight = sink == kHidden ? 0.0 : std::exp(sink - largest);
+  double sum = row.sink_weight;
   for (std::size_t i = 0; i < scores.size(); ++i) {
     scores[i] = visible[i] ? std::exp(scores[i] - largest) : 0.0;
     sum += scores[i];
@@ -56,7 +66,9 @@ std::vector<double> row_probabilities(const AttentionProblem& problem, std::int6
   for (std::size_t i = 0; i < scores.size(); ++i) {
     if (visible[i]) scores[i] /= sum;
   }
-  return scores;
+  if (row.sink_weight != 0.0) row.sink_weight /= sum;
+  row.log_sum_exp = largest + std::log(sum);
+  return row;
 }
 
 /// keep / (1 - p) of one element.
@@ -74,12 +86,17 @@ ReferenceForward reference_forward(const AttentionProblem& problem) {
   result.output.assign(static_cast<std::size_t>(rows * problem.value_dim), 0.0);
   result.weights.assign(static_cast<std::size_t>(rows * problem.key_length), 0.0);
   result.probabilities = result.weights;
+  result.sink_weights.assign(static_cast<std::size_t>(rows), 0.0);
+  result.log_sum_exp = result.sink_weights;
   for_each_row(problem, [&](std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t kv_head) {
-    const std::vector<double> probabilities = row_probabilities(problem, n, h, l);
+    const Row row = softmax_of_row(problem, n, h, l);
+    const std::size_t row_index = index4(0, n, h, l, problem.batch, problem.heads, problem.query_length);
+    result.sink_weights[row_index] = row.sink_weight;
+    result.log_sum_exp[row_index] = row.log_sum_exp;
     for (std::int64_t s = 0; s < problem.key_length; ++s) {
       if (!is_visible(problem, n, h, l, s)) continue;
       const std::size_t at = index4(n, h, l, s, problem.heads, problem.query_length, problem.key_length);
-      result.probabilities[at] = probabilities[static_cast<std::size_t>(s)];
+      result.probabilities[at] = row.probabilities[static_cast<std::size_t>(s)];
       result.weights[at] = result.probabilities[at] * dropout_factor(problem, n, h, l, s);
       for (std::int64_t d = 0; d < problem.value_dim; ++d) {
         result.output[index4(n, h, l, d, problem.heads, problem.query_length, problem.value_dim)] +=
@@ -90,10 +107,9 @@ ReferenceForward reference_forward(const AttentionProblem& problem) {
   return result;
 }
 
-ReferenceBackward reference_backward(const AttentionProblem& problem, const View& grad_output, const View& grad_weights,
-                                     WeightsMode weights_mode) {
+ReferenceBackward reference_backward(const AttentionProblem& problem, const BackwardInputs& inputs) {
   const ReferenceForward forward = reference_forward(problem);
-  const bool averaged = weights_mode == WeightsMode::kAveraged;
+  const bool averaged = inputs.weights_mode == WeightsMode::kAveraged;
   const double share = averaged ? 1.0 / static_cast<double>(problem.heads) : 1.0;
   const std::int64_t H = problem.heads;
   const std::int64_t Hkv = problem.kv_heads;
@@ -107,21 +123,27 @@ ReferenceBackward reference_backward(const AttentionProblem& problem, const View
   result.grad_value.assign(static_cast<std::size_t>(problem.batch * Hkv * S * Dv), 0.0);
   result.grad_scores.assign(static_cast<std::size_t>(problem.batch * H * L * S), 0.0);
   result.grad_key_padding_mask.assign(static_cast<std::size_t>(problem.batch * problem.masked_keys()), 0.0);
+  result.grad_sink.assign(static_cast<std::size_t>(problem.batch * H), 0.0);
   for_each_row(problem, [&](std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t kv_head) {
     std::vector<double> grads(static_cast<std::size_t>(S), 0.0);  // of the probabilities
-    double delta = 0.0;
+    double delta = inputs.grad_log_sum_exp ? -element(inputs.grad_log_sum_exp, n, h, l, 0) : 0.0;
     for (std::int64_t s = 0; s < S; ++s) {
       if (!is_visible(problem, n, h, l, s)) continue;
       const std::size_t at = index4(n, h, l, s, H, L, S);
-      double grad = grad_weights ? element(grad_weights, n, averaged ? 0 : h, l, s) * share : 0.0;
-      for (std::int64_t d = 0; grad_output && d < Dv; ++d) {
-        const double upstream = element(grad_output, n, h, l, d);
+      const double of_weight =
+          inputs.grad_weights ? element(inputs.grad_weights, n, averaged ? 0 : h, l, s) * share : 0.0;
+      double grad = inputs.weights_before_dropout ? 0.0 : of_weight;
+      for (std::int64_t d = 0; inputs.grad_output && d < Dv; ++d) {
+        const double upstream = element(inputs.grad_output, n, h, l, d);
         grad += upstream * element(problem.value, n, kv_head, s, d);
         result.grad_value[index4(n, kv_head, s, d, Hkv, S, Dv)] += forward.weights[at] * upstream;
       }
-      grads[static_cast<std::size_t>(s)] = grad * dropout_factor(problem, n, h, l, s);
+      grad *= dropout_factor(problem, n, h, l, s);
+      grads[static_cast<std::size_t>(s)] = inputs.weights_before_dropout ? grad + of_weight : grad;
       delta += forward.probabilities[at] * grads[static_cast<std::size_t>(s)];
     }
+    const std::size_t row_index = index4(0, n, h, l, problem.batch, H, L);
+    result.grad_sink[static_cast<std::size_t>(n * H + h)] -= forward.sink_weights[row_index] * delta;
     for (std::int64_t s = 0; s < S; ++s) {
       if (!is_visible(problem, n, h, l, s)) continue;
       const std::size_t at = index4(n, h, l, s, H, L, S);

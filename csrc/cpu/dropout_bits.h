@@ -51,7 +51,7 @@ struct DropoutGroup {
         odd[0] = even[0] + 1U;
         even[1] = odd[1] = VecUInt64{} + static_cast<std::uint64_t>(l);
         even[2] = odd[2] = VecUInt64{} + static_cast<std::uint64_t>(h);
-        even[3] = odd[3] = VecUInt64{} + static_cast<std::uint64_t>(n);
+        even[3] = odd[3] = VecUInt64{} + static_cast<std::uint64_t>(n + call.problem->first_sample);
         philox_lanes(call.dropout_keys, even);
         philox_lanes(call.dropout_keys, odd);
         for (int word = 0; word < 4; ++word) {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <new>
@@ -150,17 +151,39 @@ void for_each_item(const Parallel& parallel, std::int64_t count, std::size_t scr
   }
 }
 
+/// Calls body(call, index, scratch) for all indices below count(call), for all calls.
+template <typename Calls, typename Count, typename Body>
+void for_each_part(const Parallel& parallel, const Calls& calls, std::size_t scratch_bytes, const Count& count,
+                   const Body& body) {
+  std::vector<std::int64_t> ends;
+  std::int64_t end = 0;
+  for (const auto& call : calls) ends.push_back(end += count(call));
+  for_each_item(parallel, end, scratch_bytes, [&](std::int64_t i, std::byte* memory) {
+    const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), i) - ends.begin());
+    body(calls[at], i - (at == 0 ? 0 : ends[at - 1]), memory);
+  });
+}
+
 double multiply_adds(const AttentionProblem& problem) {
   return static_cast<double>(problem.batch) * static_cast<double>(problem.heads) *
          static_cast<double>(problem.query_length) * static_cast<double>(problem.key_length) *
          static_cast<double>(problem.head_dim + problem.value_dim);
 }
 
-/// The schedule for a problem: itself, or one thread where there is too little to share.
-Parallel schedule_for(const AttentionProblem& problem, const Parallel& parallel) {
+/// The schedule for the problems of a call: itself, or one thread where there is too little to share.
+Parallel schedule_for(std::span<const AttentionProblem> problems, const Parallel& parallel) {
+  double work = 0.0;
+  for (const AttentionProblem& problem : problems) work += multiply_adds(problem);
   Parallel schedule = parallel;
-  if (multiply_adds(problem) < kSerialWork) schedule.threads = 1;
+  if (work < kSerialWork) schedule.threads = 1;
   return schedule;
+}
+
+/// What is left of the schedule for one of `problems` problems that run at once.
+Parallel share_of(const Parallel& schedule, std::size_t problems) {
+  Parallel share = schedule;
+  share.threads = static_cast<int>(ceil_div(schedule.threads, static_cast<std::int64_t>(problems)));
+  return share;
 }
 
 bool is_float_mask(const core::View& mask) { return mask && mask.dtype != DType::kBool; }
@@ -195,13 +218,15 @@ CallConstants make_constants(const AttentionProblem& problem, const MaskPlan& ma
 double block_cost(const CallConstants& call, std::int64_t n, std::int64_t block) {
   const std::int64_t kept = call.masks->kept_keys(n).count;
   if (!call.problem->is_causal) return static_cast<double>(kept);
-  return static_cast<double>(std::min(kept, (block + 1) * kBlockRows + call.problem->always_visible_keys));
+  const std::int64_t seen = std::max<std::int64_t>((block + 1) * kBlockRows + call.problem->causal_offset, 0);
+  return static_cast<double>(std::min(kept, seen + call.problem->always_visible_keys));
 }
 
 template <typename Item>
 struct Costed {
   Item item;
   double cost = 0.0;
+  std::size_t call = 0;  // whose item it is
 };
 
 template <typename Item>
@@ -211,11 +236,14 @@ std::vector<Costed<Item>> dearest_first(std::vector<Costed<Item>> items) {
   return items;
 }
 
-/// The item that a worker will most likely get after items[index].
+/// The item of the same problem that a worker will most likely get after items[index]; that one itself if there is
+/// none.
 template <typename Item>
 const Item& after(const std::vector<Costed<Item>>& items, std::int64_t index, const Parallel& parallel) {
-  const std::int64_t next = index + std::max(parallel.threads, 1);
-  return items[std::min(static_cast<std::size_t>(next), items.size() - 1)].item;
+  const auto next = static_cast<std::size_t>(index + std::max(parallel.threads, 1));
+  const Costed<Item>& found = items[std::min(next, items.size() - 1)];
+  const Costed<Item>& current = items[static_cast<std::size_t>(index)];
+  return found.call == current.call ? found.item : current.item;
 }
 
 /// Parts that few rows' keys are split into: enough for many threads, none shorter than kMinKeysPerSplit.
@@ -256,16 +284,15 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
   return best;
 }
 
-std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
+void add_items(const ForwardPlan& plan, std::size_t call, std::vector<Costed<ForwardItem>>& items) {
   const AttentionProblem& problem = *plan.call.problem;
   const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
   const std::int64_t kv_heads = with_weights ? 1 : problem.kv_heads;
   const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
-  std::vector<Costed<ForwardItem>> items;
   for (std::int64_t n = 0; n < problem.batch; ++n) {
     for (std::int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
       for (std::int64_t begin = 0; begin < blocks; begin += plan.blocks_per_item) {
-        Costed<ForwardItem> costed{{n, kv_head, begin, std::min(blocks, begin + plan.blocks_per_item)}};
+        Costed<ForwardItem> costed{{n, kv_head, begin, std::min(blocks, begin + plan.blocks_per_item)}, 0.0, call};
         for (std::int64_t block = begin; block < costed.item.block_end; ++block) {
           costed.cost += block_cost(plan.call, n, block % plan.call.blocks_per_head);
         }
@@ -276,7 +303,6 @@ std::vector<Costed<ForwardItem>> forward_items(const ForwardPlan& plan) {
       }
     }
   }
-  return dearest_first(std::move(items));
 }
 
 /// Whether the main loop can sum up attn_mask's gradient on its way: where heads and elements have gradients of their
@@ -293,9 +319,8 @@ std::int64_t samples_per_item(const BackwardPlan& plan) {
   return plan.adds_mask_gradient && plan.outputs.attn_mask_sizes[0] == 1 ? plan.call.problem->batch : 1;
 }
 
-std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
+void add_items(const BackwardPlan& plan, std::size_t call, std::vector<Costed<BackwardItem>>& items) {
   const AttentionProblem& problem = *plan.call.problem;
-  std::vector<Costed<BackwardItem>> items;
   const std::int64_t samples = samples_per_item(plan);
   for (std::int64_t n = 0; n < problem.batch; n += samples) {
     double kept = 0.0;
@@ -305,11 +330,10 @@ std::vector<Costed<BackwardItem>> backward_items(const BackwardPlan& plan) {
         // Under causality the first keys are seen by the most rows.
         const double share =
             problem.is_causal ? 2.0 - static_cast<double>(split) / static_cast<double>(plan.key_splits) : 1.0;
-        items.push_back({{n, n + samples, kv_head, split}, kept * share});
+        items.push_back({{n, n + samples, kv_head, split}, kept * share, call});
       }
     }
   }
-  return dearest_first(std::move(items));
 }
 
 /// Each split holds sums of the size of grad_query. Grouped heads make few (n, kv_head) pairs of many rows: beyond four
@@ -331,6 +355,70 @@ ForwardPlan make_forward_plan(const AttentionProblem& problem, const MaskPlan& m
   plan.key_splits = choose_forward_splits(plan);
   return plan;
 }
+
+/// One problem of a forward call, and what its plan points to.
+struct ForwardCall {
+  ForwardCall(const AttentionProblem& problem, const core::ForwardOutputs& outputs, const Parallel& schedule)
+      : masks(problem, schedule), plan(make_forward_plan(problem, masks, outputs, schedule)) {}
+  ForwardCall(const ForwardCall&) = delete;
+  ForwardCall& operator=(const ForwardCall&) = delete;
+
+  std::int64_t heads() const { return plan.call.problem->batch * plan.call.problem->heads; }
+
+  MaskPlan masks;
+  ForwardPlan plan;
+  Buffer split_states;
+};
+
+/// One problem of a backward call, and what its plan points to.
+struct BackwardCall {
+  BackwardCall(const AttentionProblem& problem, const core::BackwardInputs& inputs,
+               const core::BackwardOutputs& outputs, const Parallel& schedule)
+      : masks(problem, schedule), plan{make_constants(problem, masks), inputs, outputs} {
+    plan.adds_mask_gradient = can_add_mask_gradient(problem, outputs);
+    plan.key_splits = choose_key_splits(problem, samples_per_item(plan));
+  }
+  BackwardCall(const BackwardCall&) = delete;
+  BackwardCall& operator=(const BackwardCall&) = delete;
+
+  void allocate_buffers(const KernelTable& kernels, std::size_t element) {
+    const AttentionProblem& problem = *plan.call.problem;
+    deltas = allocate(static_cast<std::size_t>(heads() * problem.query_length) * element);
+    plan.row_deltas = deltas.get();
+    if (plan.outputs.grad_key_padding_mask) {
+      const std::int64_t stored_keys = problem.batch * problem.kv_heads * problem.key_length;
+      key_bias = allocate_zeroed(static_cast<std::size_t>(stored_keys) * element);
+      plan.key_bias_partials = key_bias.get();
+    }
+    if (has_main_loop() && plan.key_splits > 1) {
+      const auto padded_rows =
+          static_cast<std::size_t>(heads() * plan.key_splits * plan.call.blocks_per_head * kBlockRows);
+      partials = allocate(padded_rows * kernels.partial_row_elements(plan) * element);
+      plan.query_partials = partials.get();
+    }
+  }
+
+  bool has_main_loop() const {
+    const core::BackwardOutputs& wanted = plan.outputs;
+    return wanted.grad_query || wanted.grad_key || wanted.grad_value || wanted.grad_key_padding_mask ||
+           plan.adds_mask_gradient;
+  }
+
+  std::int64_t heads() const { return plan.call.problem->batch * plan.call.problem->heads; }
+
+  /// n, h and number of block `index` of all.
+  std::array<std::int64_t, 3> place_of_block(std::int64_t index) const {
+    const std::int64_t blocks = plan.call.blocks_per_head;
+    const std::int64_t head_count = plan.call.problem->heads;
+    return {index / blocks / head_count, index / blocks % head_count, index % blocks};
+  }
+
+  MaskPlan masks;
+  BackwardPlan plan;
+  Buffer deltas;
+  Buffer key_bias;
+  Buffer partials;
+};
 
 void count_tiles(const AttentionProblem& problem, const MaskPlan& masks, ForwardDescription& description) {
   for (std::int64_t n = 0; n < problem.batch; ++n) {
@@ -356,21 +444,56 @@ void count_tiles(const AttentionProblem& problem, const MaskPlan& masks, Forward
   }
 }
 
-void run_deltas(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+/// Natural logarithms of the sums that the rows of head `index` were divided by.
+template <typename T>
+void write_log_sum_exp(const ForwardPlan& plan, std::int64_t index) {
   const AttentionProblem& problem = *plan.call.problem;
-  const std::int64_t blocks = plan.call.blocks_per_head;
-  const std::size_t scratch = kernels.delta_scratch(plan);
-  for_each_item(parallel, problem.batch * problem.heads * blocks, scratch, [&](std::int64_t i, std::byte* memory) {
-    kernels.delta(plan, i / blocks / problem.heads, i / blocks % problem.heads, i % blocks, memory);
-  });
+  const core::MutableView& to = plan.outputs.log_sum_exp;
+  const T* row_max = static_cast<const T*>(plan.outputs.row_max) + index * problem.query_length;
+  const T* row_sum = static_cast<const T*>(plan.outputs.row_sum) + index * problem.query_length;
+  for (std::int64_t l = 0; l < problem.query_length; ++l) {
+    const double largest = static_cast<double>(row_max[l]) * plan.call.unit * std::numbers::ln2;
+    core::store_element(to.data, to.dtype, to.offset(index / problem.heads, index % problem.heads, l, 0),
+                        largest + std::log(static_cast<double>(row_sum[l])));
+  }
 }
 
-void run_query_reduction(const BackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
+/// A log-sum-exp's gradient is one more share of each weight: of all scores it raises each by its weight.
+template <typename T>
+void subtract_log_sum_exp_gradient(const BackwardPlan& plan, std::int64_t index) {
   const AttentionProblem& problem = *plan.call.problem;
-  const std::int64_t blocks = plan.call.blocks_per_head;
-  for_each_item(parallel, problem.batch * problem.heads * blocks, 0, [&](std::int64_t i, std::byte*) {
-    kernels.reduce_query(plan, i / blocks / problem.heads, i / blocks % problem.heads, i % blocks);
-  });
+  const core::View& from = plan.inputs.grad_log_sum_exp;
+  T* deltas = static_cast<T*>(plan.row_deltas) + index * problem.query_length;
+  for (std::int64_t l = 0; l < problem.query_length; ++l) {
+    deltas[l] -=
+        static_cast<T>(core::mask_element(from, from.offset(index / problem.heads, index % problem.heads, l, 0)));
+  }
+}
+
+/// The sink's gradient, stored element `index`: minus its weight times delta, as of a key whose value is 0.
+template <typename T>
+void reduce_sink(const BackwardPlan& plan, std::int64_t index) {
+  const AttentionProblem& problem = *plan.call.problem;
+  const auto [stored_samples, stored_heads] = plan.outputs.sink_sizes;
+  constexpr auto kLargest = static_cast<double>(std::numeric_limits<T>::max());
+  double gradient = 0.0;
+  for (std::int64_t n = index / stored_heads; n < problem.batch; n += stored_samples) {
+    for (std::int64_t h = index % stored_heads; h < problem.heads; h += stored_heads) {
+      // As the forward pass rounds it.
+      const double given = core::mask_element(problem.sink, problem.sink.offset(n, h, 0, 0)) * plan.call.bias_factor;
+      const double score = static_cast<double>(static_cast<T>(std::min(given, kLargest)));
+      const std::int64_t row = (n * problem.heads + h) * problem.query_length;
+      for (std::int64_t l = row; l < row + problem.query_length; ++l) {
+        const double largest = static_cast<double>(static_cast<const T*>(plan.inputs.row_max)[l]);
+        const double sum = static_cast<double>(static_cast<const T*>(plan.inputs.row_sum)[l]);
+        if (sum == 0.0) continue;  // no key and a sink of -inf
+        const double weight = std::exp2((score - largest) * plan.call.unit) / sum;
+        gradient -= weight * static_cast<double>(static_cast<const T*>(plan.row_deltas)[l]);
+      }
+    }
+  }
+  const core::MutableView& to = plan.outputs.grad_sink;
+  core::store_element(to.data, to.dtype, to.offset(index / stored_heads, index % stored_heads, 0, 0), gradient);
 }
 
 /// key_padding_mask's gradient: the column sums of all heads, head after head.
@@ -434,28 +557,46 @@ void run_mask_gradient(const BackwardPlan& plan, const KernelTable& kernels, con
 }  // namespace
 
 void attention_forward(const AttentionProblem& problem, const core::ForwardOutputs& outputs, const Parallel& parallel) {
-  if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
-  const Parallel schedule = schedule_for(problem, parallel);
-  const MaskPlan masks(problem, schedule);
-  ForwardPlan plan = make_forward_plan(problem, masks, outputs, schedule);
-  const KernelTable& kernels = kernels_for(problem.query.dtype);
-  Buffer split_states;
-  if (plan.key_splits > 1) {
-    const auto states = static_cast<std::size_t>(problem.batch * problem.heads * plan.key_splits);
-    split_states = allocate(states * kernels.split_state_elements(plan) * accumulator_size(problem.query.dtype));
-    plan.split_states = split_states.get();
+  attention_forward({&problem, 1}, {&outputs, 1}, parallel);
+}
+
+void attention_forward(std::span<const AttentionProblem> problems, std::span<const core::ForwardOutputs> outputs,
+                       const Parallel& parallel) {
+  if (problems.empty()) return;
+  const Parallel schedule = schedule_for(problems, parallel);
+  const DType dtype = problems[0].query.dtype;
+  const KernelTable& kernels = kernels_for(dtype);
+  std::deque<ForwardCall> calls;
+  std::vector<Costed<ForwardItem>> items;
+  std::size_t scratch = 0;
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    const AttentionProblem& problem = problems[i];
+    if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) continue;
+    ForwardCall& call = calls.emplace_back(problem, outputs[i], share_of(schedule, problems.size()));
+    if (call.plan.key_splits > 1) {
+      const auto states = static_cast<std::size_t>(problem.batch * problem.heads * call.plan.key_splits);
+      call.split_states = allocate(states * kernels.split_state_elements(call.plan) * accumulator_size(dtype));
+      call.plan.split_states = call.split_states.get();
+    }
+    scratch = std::max(scratch, kernels.forward_scratch(call.plan));
+    add_items(call.plan, calls.size() - 1, items);
   }
-  const std::vector<Costed<ForwardItem>> items = forward_items(plan);
-  for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.forward_scratch(plan),
-                [&](std::int64_t i, std::byte* memory) {
-                  kernels.forward(plan, items[static_cast<std::size_t>(i)].item, after(items, i, schedule), memory);
-                });
-  if (plan.key_splits > 1) {
-    for_each_item(schedule, problem.batch * problem.heads, kernels.forward_scratch(plan),
-                  [&](std::int64_t i, std::byte* memory) {
-                    kernels.merge_splits(plan, i / problem.heads, i % problem.heads, memory);
-                  });
-  }
+  items = dearest_first(std::move(items));
+  for_each_item(schedule, static_cast<std::int64_t>(items.size()), scratch, [&](std::int64_t i, std::byte* memory) {
+    const Costed<ForwardItem>& costed = items[static_cast<std::size_t>(i)];
+    kernels.forward(calls[costed.call].plan, costed.item, after(items, i, schedule), memory);
+  });
+  for_each_part(
+      schedule, calls, scratch, [](const ForwardCall& call) { return call.plan.key_splits > 1 ? call.heads() : 0; },
+      [&](const ForwardCall& call, std::int64_t i, std::byte* memory) {
+        const std::int64_t heads = call.plan.call.problem->heads;
+        kernels.merge_splits(call.plan, i / heads, i % heads, memory);
+      });
+  for_each_part(
+      schedule, calls, 0, [](const ForwardCall& call) { return call.plan.outputs.log_sum_exp ? call.heads() : 0; },
+      [&](const ForwardCall& call, std::int64_t i, std::byte*) {
+        dtype == DType::kFloat64 ? write_log_sum_exp<double>(call.plan, i) : write_log_sum_exp<float>(call.plan, i);
+      });
 }
 
 ForwardDescription describe_forward(const AttentionProblem& problem, core::WeightsMode weights_mode,
@@ -469,14 +610,16 @@ ForwardDescription describe_forward(const AttentionProblem& problem, core::Weigh
   description.tile_rows = kBlockRows;
   description.tile_keys = kGroupKeys;
   if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return description;
-  const Parallel schedule = schedule_for(problem, parallel);
+  const Parallel schedule = schedule_for({&problem, 1}, parallel);
   const MaskPlan masks(problem, schedule);
   core::ForwardOutputs outputs{};
   outputs.weights_mode = weights_mode;
   const ForwardPlan plan = make_forward_plan(problem, masks, outputs, schedule);
   description.few_rows = plan.few_rows;
   description.key_splits = plan.key_splits;
-  description.work_items = static_cast<std::int64_t>(forward_items(plan).size());
+  std::vector<Costed<ForwardItem>> items;
+  add_items(plan, 0, items);
+  description.work_items = static_cast<std::int64_t>(items.size());
   description.threads = worker_count(schedule, description.work_items);
   for (std::int64_t n = 0; n < problem.batch; ++n) description.kept_keys += masks.kept_keys(n).count;
   description.has_padding_bias = masks.has_padding_bias();
@@ -487,46 +630,76 @@ ForwardDescription describe_forward(const AttentionProblem& problem, core::Weigh
 
 void attention_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,
                         const core::BackwardOutputs& outputs, const Parallel& parallel) {
-  const Parallel schedule = schedule_for(problem, parallel);
-  const MaskPlan masks(problem, schedule);
-  const KernelTable& kernels = kernels_for(problem.query.dtype);
-  const std::size_t element = accumulator_size(problem.query.dtype);
-  BackwardPlan plan{make_constants(problem, masks), inputs, outputs};
-  plan.adds_mask_gradient = can_add_mask_gradient(problem, outputs);
-  plan.key_splits = choose_key_splits(problem, samples_per_item(plan));
+  attention_backward({&problem, 1}, {&inputs, 1}, {&outputs, 1}, parallel);
+}
 
-  const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
-  const Buffer deltas = allocate(rows * element);
-  plan.row_deltas = deltas.get();
-  run_deltas(plan, kernels, schedule);
-
-  const auto stored_keys = static_cast<std::size_t>(problem.batch * problem.kv_heads * problem.key_length);
-  const Buffer key_bias = outputs.grad_key_padding_mask ? allocate_zeroed(stored_keys * element) : nullptr;
-  plan.key_bias_partials = key_bias.get();
-  if (plan.adds_mask_gradient) {
-    problem.query.dtype == DType::kFloat64 ? zero_mask_gradient<double>(plan, schedule)
-                                           : zero_mask_gradient<float>(plan, schedule);
+void attention_backward(std::span<const AttentionProblem> problems, std::span<const core::BackwardInputs> inputs,
+                        std::span<const core::BackwardOutputs> outputs, const Parallel& parallel) {
+  if (problems.empty()) return;
+  const Parallel schedule = schedule_for(problems, parallel);
+  const DType dtype = problems[0].query.dtype;
+  const KernelTable& kernels = kernels_for(dtype);
+  const std::size_t element = accumulator_size(dtype);
+  const bool is_double = dtype == DType::kFloat64;
+  std::deque<BackwardCall> calls;
+  std::vector<Costed<BackwardItem>> items;
+  std::size_t delta_scratch = 0;
+  std::size_t scratch = 0;
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    BackwardCall& call = calls.emplace_back(problems[i], inputs[i], outputs[i], share_of(schedule, problems.size()));
+    call.allocate_buffers(kernels, element);
+    delta_scratch = std::max(delta_scratch, kernels.delta_scratch(call.plan));
+    if (!call.has_main_loop()) continue;
+    scratch = std::max(scratch, kernels.backward_scratch(call.plan));
+    add_items(call.plan, calls.size() - 1, items);
   }
-  if (outputs.grad_query || outputs.grad_key || outputs.grad_value || outputs.grad_key_padding_mask ||
-      plan.adds_mask_gradient) {
-    Buffer partials;
-    if (plan.key_splits > 1) {
-      const auto padded_rows = static_cast<std::size_t>(problem.batch * problem.heads * plan.key_splits *
-                                                        plan.call.blocks_per_head * kBlockRows);
-      partials = allocate(padded_rows * kernels.partial_row_elements(plan) * element);
-      plan.query_partials = partials.get();
+  const auto blocks = [](const BackwardCall& call) { return call.heads() * call.plan.call.blocks_per_head; };
+  for_each_part(schedule, calls, delta_scratch, blocks,
+                [&](const BackwardCall& call, std::int64_t i, std::byte* memory) {
+                  const auto [n, h, block] = call.place_of_block(i);
+                  kernels.delta(call.plan, n, h, block, memory);
+                });
+  for_each_part(
+      schedule, calls, 0, [](const BackwardCall& call) { return call.plan.inputs.grad_log_sum_exp ? call.heads() : 0; },
+      [&](const BackwardCall& call, std::int64_t i, std::byte*) {
+        is_double ? subtract_log_sum_exp_gradient<double>(call.plan, i)
+                  : subtract_log_sum_exp_gradient<float>(call.plan, i);
+      });
+  for_each_part(
+      schedule, calls, 0,
+      [](const BackwardCall& call) {
+        const core::BackwardOutputs& wanted = call.plan.outputs;
+        return wanted.grad_sink ? wanted.sink_sizes[0] * wanted.sink_sizes[1] : 0;
+      },
+      [&](const BackwardCall& call, std::int64_t i, std::byte*) {
+        is_double ? reduce_sink<double>(call.plan, i) : reduce_sink<float>(call.plan, i);
+      });
+  for (const BackwardCall& call : calls) {
+    if (!call.plan.adds_mask_gradient) continue;
+    is_double ? zero_mask_gradient<double>(call.plan, schedule) : zero_mask_gradient<float>(call.plan, schedule);
+  }
+  items = dearest_first(std::move(items));
+  for_each_item(schedule, static_cast<std::int64_t>(items.size()), scratch, [&](std::int64_t i, std::byte* memory) {
+    const Costed<BackwardItem>& costed = items[static_cast<std::size_t>(i)];
+    kernels.backward(calls[costed.call].plan, costed.item, after(items, i, schedule), memory);
+  });
+  for_each_part(
+      schedule, calls, 0,
+      [&](const BackwardCall& call) {
+        return call.plan.key_splits > 1 && call.plan.outputs.grad_query ? blocks(call) : 0;
+      },
+      [&](const BackwardCall& call, std::int64_t i, std::byte*) {
+        const auto [n, h, block] = call.place_of_block(i);
+        kernels.reduce_query(call.plan, n, h, block);
+      });
+  for (const BackwardCall& call : calls) {
+    if (call.plan.outputs.grad_key_padding_mask) {
+      is_double ? reduce_key_bias<double>(call.plan) : reduce_key_bias<float>(call.plan);
     }
-    const std::vector<Costed<BackwardItem>> items = backward_items(plan);
-    for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.backward_scratch(plan),
-                  [&](std::int64_t i, std::byte* memory) {
-                    kernels.backward(plan, items[static_cast<std::size_t>(i)].item, after(items, i, schedule), memory);
-                  });
-    if (plan.key_splits > 1 && outputs.grad_query) run_query_reduction(plan, kernels, schedule);
+    if (call.plan.outputs.grad_attn_mask && !call.plan.adds_mask_gradient) {
+      run_mask_gradient(call.plan, kernels, schedule);
+    }
   }
-  if (outputs.grad_key_padding_mask) {
-    problem.query.dtype == DType::kFloat64 ? reduce_key_bias<double>(plan) : reduce_key_bias<float>(plan);
-  }
-  if (outputs.grad_attn_mask && !plan.adds_mask_gradient) run_mask_gradient(plan, kernels, schedule);
 }
 
 void dropout_mask(const AttentionProblem& problem, bool* keep, const Parallel& parallel) {

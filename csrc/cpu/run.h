@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "core/parallel.h"
 #include "core/problem.h"
@@ -34,6 +35,13 @@ void additive_attention_forward(const core::AttentionProblem& problem, const cor
 void additive_attention_backward(const core::AttentionProblem& problem, const core::View& score_weight,
                                  const core::BackwardInputs& inputs, const core::BackwardOutputs& outputs,
                                  const core::MutableView& grad_score_weight, const core::Parallel& parallel);
+
+/// Several problems of one dtype as one call, such as the sequences of a packed batch: threads share the work of all.
+/// Each has the results that it would have alone.
+void attention_forward(std::span<const core::AttentionProblem> problems, std::span<const core::ForwardOutputs> outputs,
+                       const core::Parallel& parallel);
+void attention_backward(std::span<const core::AttentionProblem> problems, std::span<const core::BackwardInputs> inputs,
+                        std::span<const core::BackwardOutputs> outputs, const core::Parallel& parallel);
 
 /// What attention_forward chooses for a problem, and what the masks leave of it.
 struct ForwardDescription {

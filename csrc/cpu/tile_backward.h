@@ -5,9 +5,10 @@
 //   for each step of kBackwardKeys kept keys:          dK = dV = 0
 //     for each block of kBlockRows rows that sees any of them:
 //       P  = exp2(unit (t - row_max)) / row_sum         the forward pass's weights, t as in tile_forward.h
-//       dP = dO V^T + gW                                the same register tile as the scores
+//       dP = dO V^T + gW                                the same register tile as the scores; a gW of weights before
+//                                                       dropout is added behind Z
 //       Z  = keep / (1 - p)
-//       dS = P * (Z * dP - delta),  delta = rowsum(Z * P * dP)
+//       dS = P * (Z * dP - delta),  delta = rowsum(Z * P * dP), less the log-sum-exp's gradient
 //       dV += (Z * P)^T dO,  dK += dS^T Q,  dQ += dS K  rank updates; sums stay in T
 //   dQ, dK times scale
 //
@@ -212,10 +213,11 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
     if (tile.mask->is_hidden(group)) continue;
     T* weights = tile.weights + row * kBackwardKeys + group * kGroupKeys;
     T* score_grads = tile.score_grads + row * kBackwardKeys + group * kGroupKeys;
+    T added[kGroupKeys];
+    const bool adds_behind = plan.inputs.grad_weights && keep != nullptr && plan.inputs.weights_before_dropout;
     if (plan.inputs.grad_weights) {
-      T added[kGroupKeys];
       load_weight_grads<T>(plan, rows.block, row, group_of(keys.keys, group), added);
-      for (std::int64_t i = 0; i < kGroupKeys; ++i) score_grads[i] += added[i];
+      for (std::int64_t i = 0; i < kGroupKeys && !adds_behind; ++i) score_grads[i] += added[i];
     }
     const bool mixed = tile.mask->is_mixed(group);
     const std::uint32_t visible = mixed ? tile.mask->visible[row][group] : 0xFFFFFFFFU;
@@ -230,6 +232,7 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
         const std::uint32_t bits = keep[group] >> (v * kLanes<T>);
         kept = select<T>(bits, p * dropout_scale, Vec<T>{});
         p_grad = select<T>(bits, p_grad * dropout_scale, Vec<T>{});
+        if (adds_behind) p_grad = p_grad + load<T>(added + v * kLanes<T>);
       }
       Vec<T> score_grad = p * (p_grad - delta);
       if (mixed) {

@@ -10,7 +10,8 @@
 //   output = O / (sum (1 - p));  row_max = m, row_sum = sum
 //
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.) Sums in T. A row without
-// visible keys keeps m = -inf, sum = 0, O = 0. The order of sums depends on the row alone, never on the item.
+// visible keys keeps m = -inf, sum = 0, O = 0. A sink is a key whose value is 0, met before all others: m = sink,
+// sum = 1. The order of sums depends on the row alone, never on the item.
 #pragma once
 
 #include "cpu/dropout_bits.h"
@@ -171,6 +172,25 @@ static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const Ro
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
 }
 
+/// Lets rows that begin_rows has begun see the sink, if there is one.
+template <typename T>
+static void begin_with_sink(const ForwardPlan& plan, std::int64_t padded_dv, RowState<T>& state) {
+  const core::View& sink = plan.call.problem->sink;
+  if (!sink) return;
+  const double given = core::mask_element(sink, sink.offset(state.block.n, state.block.h, 0, 0));
+  if (given == -std::numeric_limits<double>::infinity()) return;
+  // Infinity would leave NaN where two of them are subtracted; all that matters of it is that nothing else counts.
+  const T largest = std::numeric_limits<T>::max();
+  const T score = mask_number<T>(given * plan.call.bias_factor);
+  for (std::int64_t row = 0; row < kBlockRows; ++row) {
+    state.row_max[row] = score > largest ? largest : score;
+    state.sums[row * kLanes<T>] = score == score ? T{1} : score;
+  }
+  // The sum may have to shrink before the first value arrives, and the output with it.
+  for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
+  state.started = true;
+}
+
 template <typename T>
 static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
                              KeyTile<T>& tile) {
@@ -233,10 +253,11 @@ static void update_maxima(RowState<T>& state, std::int64_t padded_dv, T unit, co
 }
 
 /// Turns one row of scores into P in place and adds it to the row's sum; `keep` drops elements of P from the output,
-/// not from the sum. Unless it is null, `copy` gets P too, with zeros for hidden groups.
+/// not from the sum. Unless it is null, `copy` gets P too, what is dropped only if `copy_all`, with zeros for hidden
+/// groups.
 template <typename T, bool kUnitIsOne>
 FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>& mask, T* scores, T reference,
-                                  const std::uint32_t* keep, T* copy) {
+                                  const std::uint32_t* keep, T* copy, bool copy_all) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
   const Vec<T> offset = broadcast<T>(reference);
   Vec<T> sum = load<T>(sums);
@@ -257,7 +278,7 @@ FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>&
       group_sum = v == 0 ? p : group_sum + p;
       const Vec<T> kept = keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{});
       store<T>(part + v * kLanes<T>, kept);
-      if (copy != nullptr) store<T>(copy + group * kGroupKeys + v * kLanes<T>, kept);
+      if (copy != nullptr) store<T>(copy + group * kGroupKeys + v * kLanes<T>, copy_all ? p : kept);
     }
     sum = sum + group_sum;
   }
@@ -368,7 +389,7 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
       copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + keys.begin;
     }
     softmax_row<T, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
-                               call.has_dropout ? keep : nullptr, copy);
+                               call.has_dropout ? keep : nullptr, copy, plan.outputs.weights_before_dropout);
   }
   if (plan.few_rows) {
     accumulate_few_rows<T>(call, block, keys.keys, mask, scratch.tile, scratch.padded_dv, state.output);
@@ -454,7 +475,11 @@ static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T>& scrat
   const KeySpan& kept = plan.call.masks->kept_keys(state.block.n);
   const T unit = static_cast<T>(plan.call.unit);
   const T share = panel.average == nullptr ? T{1} : T{1} / static_cast<T>(problem.heads);
+  const T* row_sum = static_cast<const T*>(plan.outputs.row_sum) +
+                     (state.block.n * problem.heads + state.block.h) * problem.query_length + state.block.row_begin;
   for (std::int64_t row = 0; row < state.block.rows; ++row) {
+    T scale = scales[row];
+    if (plan.outputs.weights_before_dropout) scale = row_sum[row] == T{0} ? T{0} : T{1} / row_sum[row];
     const std::int64_t panel_row = block_index * kBlockRows + row;
     T* weights = panel.weights + panel_row * panel.row_stride;
     T* average = panel.average == nullptr ? weights : panel.average + panel_row * panel.row_stride;
@@ -463,7 +488,7 @@ static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T>& scrat
     for (std::int64_t begin = 0; begin < kept.count; ++step) {
       const std::int64_t size = forward_step(kept, begin);
       const Vec<T> factor = broadcast<T>(
-          exp2_difference<T>(panel.step_max[panel_row * panel.steps + step], reference, unit) * scales[row] * share);
+          exp2_difference<T>(panel.step_max[panel_row * panel.steps + step], reference, unit) * scale * share);
       const bool adds = panel.average != nullptr && !first_head;
       std::int64_t key = begin;
       for (; key + kLanes<T> <= begin + size; key += kLanes<T>) {
@@ -632,6 +657,7 @@ static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& 
     begin_rows<T>(plan, scratch.padded_dv,
                   row_block(call, item.n, first_head + index / call.blocks_per_head, index % call.blocks_per_head),
                   scratch.states[i]);
+    if (plan.key_splits == 1) begin_with_sink<T>(plan, scratch.padded_dv, scratch.states[i]);
   }
   forward_rows<T>(plan, scratch, item, item.kv_head, count);
   T scales[kBlockRows];
@@ -654,6 +680,7 @@ static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& ite
   for (std::int64_t h = 0; h < call.problem->heads; ++h) {
     for (std::int64_t i = 0; i < count; ++i) {
       begin_rows<T>(plan, scratch.padded_dv, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
+      begin_with_sink<T>(plan, scratch.padded_dv, scratch.states[i]);
     }
     forward_rows<T>(plan, scratch, item, h / call.problem->heads_per_kv_head(), count);
     for (std::int64_t i = 0; i < count; ++i) {
@@ -690,6 +717,7 @@ static void merge_splits(const ForwardPlan& plan, std::int64_t n, std::int64_t h
   const T unit = static_cast<T>(plan.call.unit);
   RowState<T>& state = scratch.states[0];
   begin_rows<T>(plan, scratch.padded_dv, row_block(plan.call, n, h, 0), state);
+  begin_with_sink<T>(plan, scratch.padded_dv, state);
   for (std::int64_t split = 0; split < plan.key_splits; ++split) {
     const SplitState<T> saved(plan, n, h, split);
     for (std::int64_t row = 0; row < state.block.rows; ++row) {

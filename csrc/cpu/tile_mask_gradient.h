@@ -2,7 +2,7 @@
 //
 // What the backward pass needs beside its main loop, block of rows by block of rows:
 //
-//   delta[l] = sum_s Z P dP      = dO . O, plus sum_s W gW where returned weights have a gradient
+//   delta[l] = sum_s Z P dP      = dO . O, plus sum_s W gW where returned weights W have a gradient
 //   dM[l, s] = sum of dS over every (n, h) and over l or s where attn_mask broadcasts
 //
 // A stored tile of attn_mask has one owner, which computes dS again for everything that shares the tile and writes
@@ -62,6 +62,8 @@ static void add_weight_deltas(const BackwardPlan& plan, const BackwardSizes<T>& 
   const CallConstants& call = plan.call;
   const KeySpan& kept = call.masks->kept_keys(block.n);
   GradRows<T>& rows = *scratch.rows;
+  BackwardPlan returned = plan;  // what gives the weights as they were returned
+  if (plan.inputs.weights_before_dropout) returned.call.has_dropout = false;
   pack_grad_rows<T>(plan, sizes, block, rows);
   for (std::int64_t row = 0; row < block.rows; ++row) rows.delta[row] = T{0};
   for (std::int64_t begin = 0; begin < kept.count; begin += kBackwardKeys) {
@@ -70,7 +72,7 @@ static void add_weight_deltas(const BackwardPlan& plan, const BackwardSizes<T>& 
     classify_tile<kBackwardKeys>(call, block, scratch.keys.keys, *scratch.tile.mask);
     if (!scratch.tile.mask->any_visible) continue;
     pack_grad_keys<T>(call, sizes, block.n, block.h / call.problem->heads_per_kv_head(), scratch.keys);
-    gradient_tile<T>(plan, rows, scratch.keys, scratch.tile, scratch.prefetcher);
+    gradient_tile<T>(returned, rows, scratch.keys, scratch.tile, scratch.prefetcher);
     for (std::int64_t row = 0; row < block.rows; ++row) {
       Vec<T> sum{};
       for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {

@@ -73,15 +73,15 @@ FUSED_MHA_INLINE std::uint32_t existing_bits(const KeySpan& keys) {
   return keys.count >= kGroupKeys ? 0xFFFFFFFFU : (1U << keys.count) - 1U;
 }
 
-/// Bits of the keys that causality leaves for row l.
-FUSED_MHA_INLINE std::uint32_t causal_bits(const KeySpan& keys, std::int64_t masked, std::int64_t l) {
+/// Bits of the keys that causality leaves for a row whose last visible key is `last`.
+FUSED_MHA_INLINE std::uint32_t causal_bits(const KeySpan& keys, std::int64_t masked, std::int64_t last) {
   if (keys.positions == nullptr && keys.first + keys.count <= masked) {
-    const std::int64_t seen = l - keys.first + 1;
+    const std::int64_t seen = last - keys.first + 1;
     return seen <= 0 ? 0U : seen >= kGroupKeys ? 0xFFFFFFFFU : (1U << seen) - 1U;
   }
   std::uint32_t bits = 0xFFFFFFFFU;
   for (std::int64_t i = 0; i < keys.count; ++i) {
-    if (keys[i] > l && keys[i] < masked) bits &= ~(1U << i);
+    if (keys[i] > last && keys[i] < masked) bits &= ~(1U << i);
   }
   return bits;
 }
@@ -212,7 +212,7 @@ static void mask_group(const CallConstants& call, const RowBlock& block, const M
   const core::AttentionProblem& problem = *call.problem;
   const KeySpan keys = group.keys;
   const std::int64_t masked = problem.masked_keys();
-  const bool is_causal = problem.is_causal && keys[keys.count - 1] > block.row_begin;
+  const bool is_causal = problem.is_causal && keys[keys.count - 1] > block.row_begin + problem.causal_offset;
   const std::uint32_t existing = existing_bits(keys);
   const Vec<T> factor = broadcast<T>(static_cast<T>(call.bias_factor));
   const Vec<T> hidden = broadcast<T>(kMinusInfinity<T>);
@@ -222,10 +222,10 @@ static void mask_group(const CallConstants& call, const RowBlock& block, const M
   T* best = group.best;
   std::uint32_t* bits = group.visible;
   const std::int64_t rows = block.rows;
-  const std::int64_t row_begin = block.row_begin;
+  const std::int64_t first_last = block.row_begin + problem.causal_offset;
   for (std::int64_t row = 0; row < rows; ++row) {
     std::uint32_t visible = existing;
-    if (is_causal) visible &= causal_bits(keys, masked, row_begin + row);
+    if (is_causal) visible &= causal_bits(keys, masked, first_last + row);
     Vec<T> values[kVectors];
     for (int v = 0; v < kVectors; ++v) values[v] = load<T>(scores + v * kLanes<T>);
     attn_mask.template apply<T, kVectors>(row, factor, values, visible);

@@ -162,6 +162,7 @@ std::unique_ptr<Problem> make_problem(const Case& c) {
   problem.value = result->value.read();
   problem.query.dtype = problem.key.dtype = problem.value.dtype = c.dtype;
   problem.is_causal = c.is_causal;
+  problem.causal_offset = c.causal_offset;
   problem.always_visible_keys = c.always_visible_keys;
   problem.scale = 1.0 / std::sqrt(static_cast<double>(c.D));
   problem.dropout_p = c.dropout_p;
@@ -185,6 +186,15 @@ std::unique_ptr<Problem> make_problem(const Case& c) {
       if (result->attn_mask_sizes[i] == 1) problem.attn_mask.strides[i] = 0;
     }
   }
+  if (c.sink != Sink::kNone) {
+    const std::int64_t samples = c.sink == Sink::kPerSample ? c.N : 1;
+    const std::int64_t heads = c.sink == Sink::kShared ? 1 : c.H;
+    result->sink = make_tensor(c.mask_dtype, {samples, heads, 1, 1});
+    fill_random(result->sink, random, 2.0);
+    problem.sink = result->sink.read();
+    if (samples == 1) problem.sink.strides[0] = 0;
+    if (heads == 1) problem.sink.strides[1] = 0;
+  }
   return result;
 }
 
@@ -194,7 +204,9 @@ std::string describe(const Case& c) {
        << " Dv=" << c.Dv << " dtype=" << static_cast<int>(c.dtype) << " layout=" << static_cast<int>(c.layout)
        << " padding=" << static_cast<int>(c.padding) << " attn_mask=" << static_cast<int>(c.attn_mask)
        << " mask_dtype=" << static_cast<int>(c.mask_dtype) << " causal=" << c.is_causal
-       << " always_visible=" << c.always_visible_keys << " dropout=" << c.dropout_p << " seed=" << c.seed;
+       << " causal_offset=" << c.causal_offset << " sink=" << static_cast<int>(c.sink)
+       << " before_dropout=" << c.weights_before_dropout << " always_visible=" << c.always_visible_keys
+       << " dropout=" << c.dropout_p << " seed=" << c.seed;
   return text.str();
 }
 

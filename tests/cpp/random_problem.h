@@ -17,6 +17,7 @@ namespace fused_mha::test {
 enum class Layout { kContiguous, kHeadsInside, kStrided, kShared };
 enum class Padding { kNone, kRight, kLeft, kScattered, kAll, kBias, kBiasAndInfinity };
 enum class AttnMask { kNone, kCausalBool, kRandomBool, kBias, kBiasAndInfinity, kPerHead, kRowOnly, kKeyOnly, kLowest };
+enum class Sink { kNone, kShared, kPerHead, kPerSample };
 
 struct Case {
   std::int64_t N = 1, H = 1, Hkv = 1, L = 1, S = 1, D = 1, Dv = 1;
@@ -26,6 +27,9 @@ struct Case {
   AttnMask attn_mask = AttnMask::kNone;
   core::DType mask_dtype = core::DType::kFloat32;
   bool is_causal = false;
+  std::int64_t causal_offset = 0;
+  Sink sink = Sink::kNone;
+  bool weights_before_dropout = false;
   std::int64_t always_visible_keys = 0;
   double dropout_p = 0.0;
   std::uint32_t seed = 0;
@@ -61,7 +65,7 @@ struct Tensor {
 Tensor make_tensor(core::DType dtype, std::array<std::int64_t, 4> sizes, Layout layout = Layout::kContiguous);
 
 struct Problem {
-  Tensor query, key, value, key_padding_mask, attn_mask;
+  Tensor query, key, value, key_padding_mask, attn_mask, sink;
   std::array<std::int64_t, 4> attn_mask_sizes{1, 1, 1, 1};
   core::AttentionProblem problem;
 };

@@ -35,11 +35,12 @@ core::Parallel threads(int count) {
 struct ForwardResult {
   Tensor output;
   Tensor weights;
+  Tensor log_sum_exp;
   std::vector<double> row_max;  // storage of either accumulation type
   std::vector<double> row_sum;
 };
 
-ForwardResult run_forward(const Problem& p, WeightsMode mode, int thread_count = 1) {
+ForwardResult run_forward(const Problem& p, WeightsMode mode, int thread_count = 1, bool before_dropout = false) {
   const core::AttentionProblem& problem = p.problem;
   ForwardResult result;
   result.output =
@@ -55,17 +56,22 @@ ForwardResult run_forward(const Problem& p, WeightsMode mode, int thread_count =
   outputs.row_max = result.row_max.data();
   outputs.row_sum = result.row_sum.data();
   outputs.weights_mode = mode;
+  outputs.weights_before_dropout = before_dropout;
   if (mode != WeightsMode::kNone) outputs.weights = result.weights.view;
+  result.log_sum_exp = make_tensor(problem.query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32,
+                                   {problem.batch, problem.heads, problem.query_length, 1});
+  outputs.log_sum_exp = result.log_sum_exp.view;
   cpu::attention_forward(problem, outputs, threads(thread_count));
   return result;
 }
 
 struct BackwardResult {
-  Tensor query, key, value, key_padding_mask, attn_mask;
+  Tensor query, key, value, key_padding_mask, attn_mask, sink;
 };
 
-BackwardResult run_backward(const Problem& p, const ForwardResult& forward, const core::View& grad_output,
-                            const core::View& grad_weights, WeightsMode mode, int thread_count = 1) {
+/// `given` has the gradients; what the forward pass left is added here.
+BackwardResult run_backward(const Problem& p, const ForwardResult& forward, const core::BackwardInputs& given,
+                            int thread_count = 1) {
   const core::AttentionProblem& problem = p.problem;
   const DType dtype = problem.query.dtype;
   BackwardResult result;
@@ -85,10 +91,12 @@ BackwardResult run_backward(const Problem& p, const ForwardResult& forward, cons
     outputs.grad_attn_mask = result.attn_mask.view;
     outputs.attn_mask_sizes = p.attn_mask_sizes;
   }
-  core::BackwardInputs inputs;
-  inputs.grad_output = grad_output;
-  inputs.grad_weights = grad_weights;
-  inputs.weights_mode = mode;
+  if (problem.sink) {
+    result.sink = make_tensor(problem.sink.dtype, p.sink.sizes);
+    outputs.grad_sink = result.sink.view;
+    outputs.sink_sizes = {p.sink.sizes[0], p.sink.sizes[1]};
+  }
+  core::BackwardInputs inputs = given;
   inputs.output = forward.output.read();
   inputs.row_max = forward.row_max.data();
   inputs.row_sum = forward.row_sum.data();
@@ -97,7 +105,8 @@ BackwardResult run_backward(const Problem& p, const ForwardResult& forward, cons
 }
 
 /// Largest difference to the expected values, relative to their largest magnitude, or to 1, the size of the random
-/// inputs, where cancellation makes them smaller. NaN where either side alone is NaN.
+/// inputs, where cancellation makes them smaller. NaN where either side alone is NaN, or infinite.
+/// An infinity must meet its like.
 double relative_error(const Tensor& actual, const std::vector<double>& expected) {
   double worst = 0.0;
   double largest = 1.0;
@@ -108,8 +117,8 @@ double relative_error(const Tensor& actual, const std::vector<double>& expected)
       for (std::int64_t i2 = 0; i2 < c; ++i2) {
         for (std::int64_t i3 = 0; i3 < d; ++i3, ++i) {
           const double value = actual.get(i0, i1, i2, i3);
-          if (std::isnan(value) && std::isnan(expected[i])) continue;
-          if (std::isnan(value) || std::isnan(expected[i])) return std::numeric_limits<double>::quiet_NaN();
+          if ((std::isnan(value) && std::isnan(expected[i])) || value == expected[i]) continue;
+          if (!std::isfinite(value) || !std::isfinite(expected[i])) return std::numeric_limits<double>::quiet_NaN();
           worst = std::max(worst, std::abs(value - expected[i]));
           largest = std::max(largest, std::abs(expected[i]));
         }
@@ -117,6 +126,13 @@ double relative_error(const Tensor& actual, const std::vector<double>& expected)
     }
   }
   return worst / largest;
+}
+
+/// The same bits in every element; a tensor's storage holds a byte or two more.
+bool equal_elements(const Tensor& a, const Tensor& b) {
+  const auto bytes =
+      static_cast<std::size_t>(a.sizes[0] * a.sizes[1] * a.sizes[2] * a.sizes[3]) * core::size_of(a.view.dtype);
+  return std::equal(a.storage.begin(), a.storage.begin() + static_cast<std::ptrdiff_t>(bytes), b.storage.begin());
 }
 
 /// Units in which errors are allowed: the storage's epsilon.
@@ -174,27 +190,44 @@ void check_case(const Case& c) {
   const std::unique_ptr<Problem> p = make_problem(c);
   const double epsilon = epsilon_of(c.dtype);
   const core::ReferenceForward expected = core::reference_forward(p->problem);
-  const std::vector<double> average = averaged_over_heads(p->problem, expected.weights);
+  const std::vector<double>& weights = c.weights_before_dropout ? expected.probabilities : expected.weights;
+  const std::vector<double> average = averaged_over_heads(p->problem, weights);
   const ForwardResult plain = run_forward(*p, WeightsMode::kNone);
-  const ForwardResult averaged = run_forward(*p, WeightsMode::kAveraged);
-  const ForwardResult per_head = run_forward(*p, WeightsMode::kPerHead, 2);
+  const ForwardResult averaged = run_forward(*p, WeightsMode::kAveraged, 1, c.weights_before_dropout);
+  const ForwardResult per_head = run_forward(*p, WeightsMode::kPerHead, 2, c.weights_before_dropout);
   CHECK(relative_error(plain.output, expected.output) <= kForwardEpsilons * epsilon);
   CHECK(averaged.output.storage == per_head.output.storage);
   // Without weights the keys of few rows are split over threads, which changes the order of sums.
   if (c.L > 4) CHECK(plain.output.storage == averaged.output.storage);
   CHECK(relative_error(averaged.weights, average) <= kForwardEpsilons * epsilon);
-  CHECK(relative_error(per_head.weights, expected.weights) <= kForwardEpsilons * epsilon);
+  CHECK(relative_error(per_head.weights, weights) <= kForwardEpsilons * epsilon);
+  // A double's lowest number, added to sums that are kept in float, is that of float.
+  const bool clamped = c.attn_mask == AttnMask::kLowest && c.mask_dtype == DType::kFloat64 && c.dtype != c.mask_dtype;
+  const double statistics_epsilon = epsilon_of(plain.log_sum_exp.view.dtype);
+  if (!clamped) {
+    CHECK(relative_error(plain.log_sum_exp, expected.log_sum_exp) <= kForwardEpsilons * statistics_epsilon);
+  }
 
   std::mt19937 random(c.seed + 1);
   Tensor grad_output = make_tensor(c.dtype, plain.output.sizes, Layout::kHeadsInside);
   Tensor grad_weights = make_tensor(c.dtype, averaged.weights.sizes);
   fill_random(grad_output, random);
   fill_random(grad_weights, random);
+  Tensor grad_log_sum_exp = make_tensor(plain.log_sum_exp.view.dtype, plain.log_sum_exp.sizes);
+  fill_random(grad_log_sum_exp, random);
   for (const WeightsMode mode : {WeightsMode::kNone, WeightsMode::kAveraged}) {
     INFO("weights mode " << static_cast<int>(mode));
-    const core::View weights_grad = mode == WeightsMode::kNone ? core::View{} : grad_weights.read();
-    const core::ReferenceBackward want = core::reference_backward(p->problem, grad_output.read(), weights_grad, mode);
-    const BackwardResult got = run_backward(*p, plain, grad_output.read(), weights_grad, mode);
+    core::BackwardInputs inputs;
+    inputs.grad_output = grad_output.read();
+    inputs.weights_mode = mode;
+    if (mode == WeightsMode::kNone) {
+      inputs.grad_log_sum_exp = grad_log_sum_exp.read();
+    } else {
+      inputs.grad_weights = grad_weights.read();
+      inputs.weights_before_dropout = c.weights_before_dropout;
+    }
+    const core::ReferenceBackward want = core::reference_backward(p->problem, inputs);
+    const BackwardResult got = run_backward(*p, plain, inputs);
     CHECK(relative_error(got.query, want.grad_query) <= kBackwardEpsilons * epsilon);
     CHECK(relative_error(got.key, want.grad_key) <= kBackwardEpsilons * epsilon);
     CHECK(relative_error(got.value, want.grad_value) <= kBackwardEpsilons * epsilon);
@@ -206,18 +239,31 @@ void check_case(const Case& c) {
       CHECK(relative_error(got.attn_mask, summed_to(p->problem, p->attn_mask_sizes, want.grad_scores)) <=
             kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
     }
-    const BackwardResult again = run_backward(*p, plain, grad_output.read(), weights_grad, mode, 3);
+    if (got.sink.view) {
+      std::vector<double> sums(static_cast<std::size_t>(p->sink.sizes[0] * p->sink.sizes[1]), 0.0);
+      for (std::int64_t n = 0; n < c.N; ++n) {
+        for (std::int64_t h = 0; h < c.H; ++h) {
+          const std::int64_t at = n % p->sink.sizes[0] * p->sink.sizes[1] + h % p->sink.sizes[1];
+          sums[static_cast<std::size_t>(at)] += want.grad_sink[static_cast<std::size_t>(n * c.H + h)];
+        }
+      }
+      CHECK(relative_error(got.sink, sums) <= kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
+    }
+    const BackwardResult again = run_backward(*p, plain, inputs, 3);
     CHECK(got.query.storage == again.query.storage);
     CHECK(got.key.storage == again.key.storage);
     CHECK(got.value.storage == again.value.storage);
     CHECK(got.attn_mask.storage == again.attn_mask.storage);
+    CHECK(got.sink.storage == again.sink.storage);
   }
 }
 
+std::int64_t pick_from(std::mt19937& random, std::initializer_list<std::int64_t> choices) {
+  return *(choices.begin() + std::uniform_int_distribution<std::size_t>(0, choices.size() - 1)(random));
+}
+
 Case random_case(std::mt19937& random) {
-  const auto pick = [&](std::initializer_list<std::int64_t> choices) {
-    return *(choices.begin() + std::uniform_int_distribution<std::size_t>(0, choices.size() - 1)(random));
-  };
+  const auto pick = [&](std::initializer_list<std::int64_t> choices) { return pick_from(random, choices); };
   Case c;
   c.N = pick({1, 2, 3});
   c.Hkv = pick({1, 2});
@@ -237,6 +283,11 @@ Case random_case(std::mt19937& random) {
   c.always_visible_keys = std::min(pick({0, 0, 0, 1, 2}), c.S);
   c.dropout_p = std::uniform_int_distribution<int>(0, 3)(random) == 0 ? 0.3 : 0.0;
   c.seed = random();
+  std::mt19937 options(c.seed);
+  const auto option = [&](std::initializer_list<std::int64_t> choices) { return pick_from(options, choices); };
+  c.causal_offset = option({0, 0, c.S - c.always_visible_keys - c.L, 1, -5});
+  c.sink = static_cast<Sink>(option({0, 0, 1, 2, 3}));
+  c.weights_before_dropout = option({0, 1}) == 1;
   return c;
 }
 
@@ -284,6 +335,9 @@ TEST_CASE("few rows over many keys agree with the reference") {
         c.dtype = rows == 2 ? DType::kBFloat16 : rows == 3 ? DType::kFloat64 : DType::kFloat32;
         c.layout = Layout::kHeadsInside;
         c.dropout_p = rows == 4 ? 0.25 : 0.0;
+        c.sink = rows == 1 ? Sink::kPerHead : Sink::kNone;
+        c.is_causal = rows == 3;
+        c.causal_offset = c.S - c.L;
         check_case(c);
       }
     }
@@ -309,9 +363,78 @@ TEST_CASE("what is hidden is never read") {
       }
     }
     CHECK(std::isnan(actual.output.get(0, 0, 50, 3)));
-    const BackwardResult grads = run_backward(*dirty, actual, grad.read(), {}, WeightsMode::kNone);
+    core::BackwardInputs inputs;
+    inputs.grad_output = grad.read();
+    const BackwardResult grads = run_backward(*dirty, actual, inputs);
     for (std::int64_t l = 0; l < 50; ++l) {
       for (std::int64_t d = 0; d < 8; ++d) REQUIRE(std::isfinite(grads.query.get(0, 0, l, d)));
+    }
+  }
+}
+
+TEST_CASE("several problems as one call have the results that each has alone") {
+  std::mt19937 random(31);
+  for (const int thread_count : {1, 3}) {
+    std::vector<Case> cases;
+    for (int i = 0; i < 7; ++i) {
+      Case c = random_case(random);
+      c.dtype = DType::kFloat32;
+      cases.push_back(c);
+    }
+    std::vector<std::unique_ptr<Problem>> problems;
+    std::vector<ForwardResult> alone;
+    std::vector<BackwardResult> alone_backward;
+    std::vector<ForwardResult> together;
+    std::vector<BackwardResult> together_backward;
+    std::vector<Tensor> grads;
+    std::vector<core::AttentionProblem> views;
+    std::vector<core::ForwardOutputs> outputs;
+    std::vector<core::BackwardInputs> inputs;
+    std::vector<core::BackwardOutputs> gradients;
+    for (const Case& c : cases) {
+      problems.push_back(make_problem(c));
+      const Problem& p = *problems.back();
+      alone.push_back(run_forward(p, WeightsMode::kNone));
+      grads.push_back(make_tensor(c.dtype, alone.back().output.sizes));
+      fill_random(grads.back(), random);
+      core::BackwardInputs given;
+      given.grad_output = grads.back().read();
+      alone_backward.push_back(run_backward(p, alone.back(), given));
+      together.push_back(run_forward(p, WeightsMode::kNone));
+      together_backward.push_back(run_backward(p, alone.back(), given));
+    }
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      ForwardResult& result = together[i];
+      BackwardResult& gradient = together_backward[i];
+      for (Tensor* tensor : {&result.output, &gradient.query, &gradient.key, &gradient.value}) {
+        std::fill(tensor->storage.begin(), tensor->storage.end(), std::byte{0xEE});
+      }
+      views.push_back(problems[i]->problem);
+      core::ForwardOutputs output{};
+      output.output = result.output.view;
+      output.row_max = result.row_max.data();
+      output.row_sum = result.row_sum.data();
+      outputs.push_back(output);
+      core::BackwardInputs input;
+      input.grad_output = grads[i].read();
+      input.output = alone[i].output.read();
+      input.row_max = alone[i].row_max.data();
+      input.row_sum = alone[i].row_sum.data();
+      inputs.push_back(input);
+      core::BackwardOutputs wanted;
+      wanted.grad_query = gradient.query.view;
+      wanted.grad_key = gradient.key.view;
+      wanted.grad_value = gradient.value.view;
+      gradients.push_back(wanted);
+    }
+    cpu::attention_forward(views, outputs, threads(thread_count));
+    cpu::attention_backward(views, inputs, gradients, threads(thread_count));
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      INFO(describe(cases[i]));
+      CHECK(equal_elements(together[i].output, alone[i].output));
+      CHECK(equal_elements(together_backward[i].query, alone_backward[i].query));
+      CHECK(equal_elements(together_backward[i].key, alone_backward[i].key));
+      CHECK(equal_elements(together_backward[i].value, alone_backward[i].value));
     }
   }
 }
