@@ -68,8 +68,11 @@ py::dict to_dict(const fused_mha::detail::CallRecord& record) {
   call["key_padding_mask"] = record.key_padding_mask;
   call["attn_mask"] = record.attn_mask;
   call["is_causal"] = record.is_causal;
+  call["bottom_right"] = record.bottom_right;
+  call["sink"] = record.sink;
   call["dropout_p"] = record.dropout_p;
   call["weights_mode"] = record.weights_mode;
+  call["weights_before_dropout"] = record.weights_before_dropout;
   call["gradients"] = record.gradients;
   call["has_tangent"] = record.has_tangent;
   call["instruction_set"] = std::string(fused_mha::cpu::isa_name(cpu.isa));

@@ -37,9 +37,24 @@ at::Tensor mask_to_four_dimensions(const char* op, at::Tensor mask, std::int64_t
   return mask;
 }
 
+/// (H) as the kernels take it, one number a head of every sample.
+OptionalTensor sink_to_four_dimensions(const char* op, const OptionalTensor& sink) {
+  if (!has_tensor(sink)) return std::nullopt;
+  TORCH_CHECK(sink->dim() == 1, "fused_mha::", op, ": sink must have shape (H), one number a head, got ",
+              shape_text(sink->sym_sizes()));
+  return sink->unsqueeze(0).unsqueeze(2).unsqueeze(3);
+}
+
 double default_scale(const at::Tensor& query) {
   return 1.0 / std::sqrt(static_cast<double>(query.sym_size(-1).guard_int(__FILE__, __LINE__)));
 }
+
+/// What the public operators of dot-product scores have in common.
+struct Choices {
+  std::optional<double> scale;
+  std::string_view causal_alignment;
+  OptionalTensor sink;
+};
 
 /// What all public operators do: check, bring to four dimensions, draw, call, and give back the rank of the query.
 template <typename Call>
@@ -57,14 +72,16 @@ std::tuple<at::Tensor, at::Tensor> run_with_four_dimensions(const char* op, Atte
   check_shapes(op, arguments, rank, given_mask);
   arguments.rng_state = draw_rng_state(arguments.dropout_p, arguments.query.device());
   const auto [output, weights, row_max, row_sum] = call(arguments);
-  const bool has_sample_dim = rank > 2 || arguments.weights_mode == 0;
-  return {to_given_rank(output, rank), has_sample_dim ? weights : weights.squeeze(0)};
+  if (arguments.weights_mode == 0) return {to_given_rank(output, rank), weights};
+  if (arguments.weights_mode == kLogSumExp) return {to_given_rank(output, rank), to_given_rank(weights, rank)};
+  return {to_given_rank(output, rank), rank > 2 ? weights : weights.squeeze(0)};
 }
 
-std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments,
-                                                 std::optional<double> scale) {
+std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments, const Choices& choices) {
+  arguments.bottom_right = is_bottom_right(op, choices.causal_alignment);
+  arguments.sink = sink_to_four_dimensions(op, choices.sink);
   check_given(op, arguments);
-  arguments.scale = scale.has_value() ? *scale : default_scale(arguments.query);
+  arguments.scale = choices.scale.has_value() ? *choices.scale : default_scale(arguments.query);
   return run_with_four_dimensions(op, std::move(arguments), call_forward);
 }
 
@@ -85,20 +102,30 @@ std::int64_t weights_mode_of(const at::Tensor& query, bool average_attn_weights)
 
 at::Tensor attention_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, bool is_causal,
-                               double dropout_p, std::optional<double> scale) {
+                               double dropout_p, std::optional<double> scale, std::string_view causal_alignment,
+                               const OptionalTensor& sink) {
   AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
-  return std::get<0>(run_attention("attention", std::move(arguments), scale));
+  return std::get<0>(run_attention("attention", std::move(arguments), {scale, causal_alignment, sink}));
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_with_weights_composite(const at::Tensor& query, const at::Tensor& key,
-                                                                    const at::Tensor& value,
-                                                                    const OptionalTensor& key_padding_mask,
-                                                                    const OptionalTensor& attn_mask, bool is_causal,
-                                                                    double dropout_p, std::optional<double> scale,
-                                                                    bool average_attn_weights) {
+std::tuple<at::Tensor, at::Tensor> attention_with_lse_composite(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& attn_mask, bool is_causal, double dropout_p, std::optional<double> scale,
+    std::string_view causal_alignment, const OptionalTensor& sink) {
+  AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
+  arguments.weights_mode = kLogSumExp;
+  return run_attention("attention_with_lse", std::move(arguments), {scale, causal_alignment, sink});
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_with_weights_composite(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& attn_mask, bool is_causal, double dropout_p, std::optional<double> scale,
+    bool average_attn_weights, std::string_view causal_alignment, const OptionalTensor& sink,
+    bool weights_before_dropout) {
   AttentionArguments arguments{query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p};
   arguments.weights_mode = weights_mode_of(query, average_attn_weights);
-  return run_attention("attention_with_weights", std::move(arguments), scale);
+  arguments.weights_before_dropout = weights_before_dropout;
+  return run_attention("attention_with_weights", std::move(arguments), {scale, causal_alignment, sink});
 }
 
 at::Tensor additive_attention_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -125,7 +152,16 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   static const auto op = detail::find_operator<decltype(detail::attention_composite)>("fused_mha::attention");
   return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
                  detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
-                 options.scale());
+                 options.scale(), options.causal_alignment(), detail::optional_tensor(options.sink()));
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
+                                                      const at::Tensor& value, const AttentionOptions& options) {
+  static const auto op =
+      detail::find_operator<decltype(detail::attention_with_lse_composite)>("fused_mha::attention_with_lse");
+  return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
+                 detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
+                 options.scale(), options.causal_alignment(), detail::optional_tensor(options.sink()));
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at::Tensor& query, const at::Tensor& key,
@@ -134,7 +170,8 @@ std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at::Tensor& quer
       detail::find_operator<decltype(detail::attention_with_weights_composite)>("fused_mha::attention_with_weights");
   return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
                  detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
-                 options.scale(), options.average_attn_weights());
+                 options.scale(), options.average_attn_weights(), options.causal_alignment(),
+                 detail::optional_tensor(options.sink()), options.weights_before_dropout());
 }
 
 at::Tensor additive_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -161,6 +198,7 @@ std::tuple<at::Tensor, at::Tensor> additive_attention_with_weights(const at::Ten
 TORCH_LIBRARY_IMPL(fused_mha, CompositeImplicitAutograd, library) {
   library.impl("attention", &fused_mha::detail::attention_composite);
   library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+  library.impl("attention_with_lse", &fused_mha::detail::attention_with_lse_composite);
   library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
   library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
 }
@@ -169,6 +207,7 @@ TORCH_LIBRARY_IMPL(fused_mha, CompositeImplicitAutograd, library) {
 TORCH_LIBRARY_IMPL(fused_mha, FuncTorchBatchedDecomposition, library) {
   library.impl("attention", &fused_mha::detail::attention_composite);
   library.impl("attention_with_weights", &fused_mha::detail::attention_with_weights_composite);
+  library.impl("attention_with_lse", &fused_mha::detail::attention_with_lse_composite);
   library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
   library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
 }

@@ -15,8 +15,12 @@ namespace fused_mha::detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+/// A weights_mode: the log-sum-exp of each row, (N, H, L), is returned in the place of weights.
+inline constexpr std::int64_t kLogSumExp = 3;
+
 /// query (N, H, L, D), key (N, Hkv, S, D), value (N, Hkv, S, Dv); key_padding_mask (N, S'), attn_mask four-dimensional
-/// and broadcastable to (N, H, L, S'), where S' = S - always_visible_keys; rng_state two int64 numbers.
+/// and broadcastable to (N, H, L, S'), where S' = S - always_visible_keys; sink four-dimensional and broadcastable to
+/// (N, H, 1, 1); rng_state two int64 numbers.
 struct AttentionArguments {
   at::Tensor query;
   at::Tensor key;
@@ -28,7 +32,10 @@ struct AttentionArguments {
   double scale = 1.0;
   OptionalTensor rng_state = std::nullopt;
   c10::SymInt always_visible_keys = 0;
-  std::int64_t weights_mode = 0;  // core::WeightsMode
+  std::int64_t weights_mode = 0;  // core::WeightsMode or kLogSumExp: what is returned beside the output
+  bool bottom_right = false;      // causality hides s > l + S' - L instead of s > l
+  OptionalTensor sink = std::nullopt;
+  bool weights_before_dropout = false;
 
   c10::SymInt batch() const { return query.sym_size(0); }
   c10::SymInt heads() const { return query.sym_size(1); }
@@ -65,23 +72,23 @@ struct BackwardArguments {
   at::Tensor row_sum;
 };
 
-/// Which of query, key, value, key_padding_mask, attn_mask want a gradient.
-using GradientMask = std::array<bool, 5>;
+/// Which of query, key, value, key_padding_mask, attn_mask, sink want a gradient.
+using GradientMask = std::array<bool, 6>;
 
 /// Which of query, key, value, score_weight, key_padding_mask, attn_mask of an additive call want a gradient.
 using AdditiveGradientMask = std::array<bool, 6>;
 
-/// output, weights, row_max, row_sum
+/// output, weights (or log-sum-exps), row_max, row_sum
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-/// Gradients of query, key, value, key_padding_mask, attn_mask; an empty (0,) tensor where none was asked for.
-using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+/// Gradients of the same six; an empty (0,) tensor where none was asked for.
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The same with that of score_weight after that of value.
 using AdditiveBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The attention's part of what an additive call wants.
 inline GradientMask without_score_weight(const AdditiveGradientMask& wanted) {
-  return {wanted[0], wanted[1], wanted[2], wanted[4], wanted[5]};
+  return {wanted[0], wanted[1], wanted[2], wanted[4], wanted[5], false};
 }
 
 inline bool has_tensor(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Autocast: query, key and value go to the autocast dtype, masks stay as they are. It is done at the private operator
-// to which every public one leads, so that none can be forgotten.
+// Autocast: query, key and value go to the autocast dtype, masks and sinks stay as they are. It is done at the private
+// operator to which every public one leads, so that none can be forgotten.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -15,13 +15,14 @@ ForwardResult attention_forward_autocast(const at::Tensor& query, const at::Tens
                                          const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                          bool is_causal, double dropout_p, double scale,
                                          const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
-                                         std::int64_t weights_mode) {
+                                         std::int64_t weights_mode, bool bottom_right, const OptionalTensor& sink,
+                                         bool weights_before_dropout) {
   const c10::impl::ExcludeDispatchKeyGuard once(
       c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device_type)));
   const auto dtype = at::autocast::get_autocast_dtype(device_type);
   const auto cast = [&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device_type); };
   return call_forward({cast(query), cast(key), cast(value), key_padding_mask, attn_mask, is_causal, dropout_p, scale,
-                       rng_state, always_visible_keys, weights_mode});
+                       rng_state, always_visible_keys, weights_mode, bottom_right, sink, weights_before_dropout});
 }
 
 template <at::DeviceType device_type>

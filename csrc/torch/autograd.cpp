@@ -30,10 +30,11 @@ class SavedArguments {
     value_ = SavedVariable(arguments.value, false);
     key_padding_mask_ = SavedVariable(arguments.key_padding_mask, false);
     attn_mask_ = SavedVariable(arguments.attn_mask, false);
+    sink_ = SavedVariable(arguments.sink, false);
     rng_state_ = SavedVariable(arguments.rng_state, false);
     scalars_ = arguments;
     scalars_.query = scalars_.key = scalars_.value = at::Tensor();
-    scalars_.key_padding_mask = scalars_.attn_mask = scalars_.rng_state = std::nullopt;
+    scalars_.key_padding_mask = scalars_.attn_mask = scalars_.sink = scalars_.rng_state = std::nullopt;
   }
 
   AttentionArguments unpack() const {
@@ -43,16 +44,19 @@ class SavedArguments {
     arguments.value = value_.unpack();
     arguments.key_padding_mask = optional_tensor(key_padding_mask_.unpack());
     arguments.attn_mask = optional_tensor(attn_mask_.unpack());
+    arguments.sink = optional_tensor(sink_.unpack());
     arguments.rng_state = optional_tensor(rng_state_.unpack());
     return arguments;
   }
 
   void release() {
-    for (auto* saved : {&query_, &key_, &value_, &key_padding_mask_, &attn_mask_, &rng_state_}) saved->reset_data();
+    for (auto* saved : {&query_, &key_, &value_, &key_padding_mask_, &attn_mask_, &sink_, &rng_state_}) {
+      saved->reset_data();
+    }
   }
 
  private:
-  SavedVariable query_, key_, value_, key_padding_mask_, attn_mask_, rng_state_;
+  SavedVariable query_, key_, value_, key_padding_mask_, attn_mask_, sink_, rng_state_;
   AttentionArguments scalars_;  // its tensors are left empty
 };
 
@@ -62,8 +66,8 @@ variable_list to_list(const std::array<at::Tensor, kCount>& tensors) {
   return {tensors.begin(), tensors.end()};
 }
 
-std::array<at::Tensor, 5> to_array(const BackwardResult& result) {
-  return std::apply([](const auto&... tensors) { return std::array<at::Tensor, 5>{tensors...}; }, result);
+std::array<at::Tensor, 6> to_array(const BackwardResult& result) {
+  return std::apply([](const auto&... tensors) { return std::array<at::Tensor, 6>{tensors...}; }, result);
 }
 
 /// Gradient of _attention_backward.
@@ -83,9 +87,9 @@ struct AttentionDoubleBackward : public TraceableFunction {
 
   variable_list apply(variable_list&& cotangents) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::array<at::Tensor, 5> of;
+    std::array<at::Tensor, 6> of;
     std::copy(cotangents.begin(), cotangents.end(), of.begin());
-    std::array<bool, 7> wanted{};
+    std::array<bool, 8> wanted{};
     for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
     if (std::none_of(of.begin(), of.end(), [](const auto& tensor) { return tensor.defined(); })) {
       return variable_list(wanted.size());
@@ -131,26 +135,33 @@ ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Ten
                                          const at::Tensor& value, const OptionalTensor& key_padding_mask,
                                          const OptionalTensor& attn_mask, bool is_causal, double dropout_p,
                                          double scale, const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
-                                         std::int64_t weights_mode) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                         std::int64_t weights_mode, bool bottom_right, const OptionalTensor& sink,
+                                         bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   decltype(make_node<AttentionBackward>()) node;
-  if (torch::autograd::compute_requires_grad(query, key, value, key_padding_mask, attn_mask)) {
+  if (torch::autograd::compute_requires_grad(query, key, value, key_padding_mask, attn_mask, sink)) {
     node = make_node<AttentionBackward>();
-    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, key_padding_mask, attn_mask));
+    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, key_padding_mask, attn_mask, sink));
     node->arguments.save(arguments);
   }
   if (is_recording_calls()) {
     using torch::autograd::compute_requires_grad;
-    note_derivatives({compute_requires_grad(query), compute_requires_grad(key), compute_requires_grad(value),
-                      compute_requires_grad(key_padding_mask), compute_requires_grad(attn_mask)},
-                     has_tangent(arguments));
+    note_derivatives(
+        {compute_requires_grad(query), compute_requires_grad(key), compute_requires_grad(value),
+         compute_requires_grad(key_padding_mask), compute_requires_grad(attn_mask), compute_requires_grad(sink)},
+        has_tangent(arguments));
   }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return forward_operator().redispatch(keys & c10::after_autograd_keyset, query, key, value, key_padding_mask,
                                          attn_mask, is_causal, dropout_p, scale, rng_state, always_visible_keys,
-                                         weights_mode);
+                                         weights_mode, bottom_right, sink, weights_before_dropout);
   }();
   const auto& [output, weights, row_max, row_sum] = result;
   if (node) {
@@ -164,9 +175,11 @@ ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Ten
   if (has_tangent(arguments)) {
     auto primals = arguments;
     for (auto* tensor : {&primals.query, &primals.key, &primals.value}) *tensor = tensor->_fw_primal(/*level=*/0);
-    for (auto* mask : {&primals.key_padding_mask, &primals.attn_mask}) *mask = primal_of(*mask);
-    const auto tangents = forward_tangents(primals, {tangent_of(query), tangent_of(key), tangent_of(value),
-                                                     tangent_of(key_padding_mask), tangent_of(attn_mask)});
+    for (auto* optional : {&primals.key_padding_mask, &primals.attn_mask, &primals.sink})
+      *optional = primal_of(*optional);
+    const auto tangents =
+        forward_tangents(primals, {tangent_of(query), tangent_of(key), tangent_of(value), tangent_of(key_padding_mask),
+                                   tangent_of(attn_mask), tangent_of(sink)});
     set_tangent(output, tangents[0]);
     set_tangent(weights, tangents[1]);
   }
@@ -180,17 +193,23 @@ BackwardResult attention_backward_autograd(c10::DispatchKeySet keys, const Optio
                                            const at::Tensor& output, const at::Tensor& row_max,
                                            const at::Tensor& row_sum, bool is_causal, double dropout_p, double scale,
                                            const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
-                                           std::int64_t weights_mode, GradientMask output_mask) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                           std::int64_t weights_mode, GradientMask output_mask, bool bottom_right,
+                                           const OptionalTensor& sink, bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
   decltype(make_node<AttentionDoubleBackward>()) node;
   // output, row_max and row_sum are functions of the other arguments, and their derivatives are part of those'.
-  if (torch::autograd::compute_requires_grad(grad_output, grad_weights, query, key, value, key_padding_mask,
-                                             attn_mask)) {
+  if (torch::autograd::compute_requires_grad(grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask,
+                                             sink)) {
     node = make_node<AttentionDoubleBackward>();
-    node->set_next_edges(
-        torch::autograd::collect_next_edges(grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask));
+    node->set_next_edges(torch::autograd::collect_next_edges(grad_output, grad_weights, query, key, value,
+                                                             key_padding_mask, attn_mask, sink));
     node->arguments.save(arguments);
     node->grad_output = SavedVariable(grad_output, false);
     node->grad_weights = SavedVariable(grad_weights, false);
@@ -199,7 +218,8 @@ BackwardResult attention_backward_autograd(c10::DispatchKeySet keys, const Optio
     const at::AutoDispatchBelowADInplaceOrView guard;
     return backward_operator().redispatch(keys & c10::after_autograd_keyset, grad_output, grad_weights, query, key,
                                           value, key_padding_mask, attn_mask, output, row_max, row_sum, is_causal,
-                                          dropout_p, scale, rng_state, always_visible_keys, weights_mode, output_mask);
+                                          dropout_p, scale, rng_state, always_visible_keys, weights_mode, output_mask,
+                                          bottom_right, sink, weights_before_dropout);
   }();
   const auto gradients = to_array(result);
   if (node) {

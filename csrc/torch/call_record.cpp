@@ -9,7 +9,7 @@ namespace {
 
 struct Notes {
   std::vector<CallRecord> calls;
-  std::array<bool, 5> gradients{};
+  std::array<bool, 6> gradients{};
   bool has_tangent = false;
 };
 
@@ -29,7 +29,7 @@ std::vector<CallRecord> take_call_records() {
 
 bool is_recording_calls() { return notes_of_thread().has_value(); }
 
-void note_derivatives(const std::array<bool, 5>& gradients, bool has_tangent) {
+void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent) {
   auto& notes = notes_of_thread();
   if (!notes) return;
   notes->gradients = gradients;

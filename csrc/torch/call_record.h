@@ -16,7 +16,7 @@
 
 namespace fused_mha::detail {
 
-/// One call of _attention_forward. Masks are "" where none was given, else dtype and shape.
+/// One call of _attention_forward. Masks and sink are "" where none was given, else dtype and shape.
 struct CallRecord {
   std::string device;
   std::string dtype;
@@ -25,9 +25,12 @@ struct CallRecord {
   std::string key_padding_mask;
   std::string attn_mask;
   bool is_causal = false;
+  bool bottom_right = false;
+  std::string sink;
   double dropout_p = 0.0;
-  std::int64_t weights_mode = 0;    // core::WeightsMode
-  std::array<bool, 5> gradients{};  // query, key, value, key_padding_mask, attn_mask: those that autograd will ask for
+  std::int64_t weights_mode = 0;  // core::WeightsMode or kLogSumExp
+  bool weights_before_dropout = false;
+  std::array<bool, 6> gradients{};  // query, key, value, key_padding_mask, attn_mask, sink: those autograd will ask for
   bool has_tangent = false;         // a forward-mode derivative is computed beside, unfused
   cpu::ForwardDescription cpu;
 };
@@ -41,7 +44,7 @@ FUSED_MHA_API std::vector<CallRecord> take_call_records();
 bool is_recording_calls();
 
 /// What autograd found about the call that this thread is about to make.
-void note_derivatives(const std::array<bool, 5>& gradients, bool has_tangent);
+void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent);
 
 /// The call itself; what note_derivatives said goes into it.
 void note_call(CallRecord record);

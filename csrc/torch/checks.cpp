@@ -154,25 +154,39 @@ void check_attn_mask(const char* op, const AttentionArguments& a, std::int64_t r
               shape_text(has_tensor(as_given_by_caller) ? as_given_by_caller->sym_sizes() : a.attn_mask->sym_sizes()));
 }
 
+/// One number a head, (H), as callers give it; four-dimensional here.
+void check_sink(const char* op, const AttentionArguments& a) {
+  if (!has_tensor(a.sink)) return;
+  TORCH_CHECK(a.sink->dim() == 4 && broadcasts_to(a.sink->sym_sizes(), {a.batch(), a.heads(), 1, 1}),
+              at_argument(op, "sink"), "must have shape (H) = ", shape_text({a.heads()}), ", got ",
+              shape_text(a.sink->dim() == 4 ? a.sink->sym_sizes().slice(1, 1) : a.sink->sym_sizes()));
+}
+
 void check_heads(const char* op, const AttentionArguments& a) {
   if (sizes_known_equal(a.heads(), a.kv_heads())) return;
   TORCH_CHECK(!sizes_known_equal(a.kv_heads(), 0) && sizes_equal(a.heads() % a.kv_heads(), 0), at_argument(op, "key"),
               "must have a number of heads Hkv that divides query's H = ", a.heads(), ", got Hkv = ", a.kv_heads());
 }
 
-/// Size (N, L, S) or (N, H, L, S) of weights and their gradient.
+/// Size (N, L, S) or (N, H, L, S) of weights and their gradient, (N, H, L) of log-sum-exps.
 std::vector<c10::SymInt> weights_sizes(const AttentionArguments& a) {
+  if (a.weights_mode == kLogSumExp) return {a.batch(), a.heads(), a.query_length()};
   if (a.weights_mode == 1) return {a.batch(), a.query_length(), a.key_length()};
   return {a.batch(), a.heads(), a.query_length(), a.key_length()};
 }
 
+/// float64 where query is, else float32: what sums are kept in.
+at::ScalarType statistics_type(const AttentionArguments& a) {
+  return a.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 void check_gradient(const char* op, const char* name, const OptionalTensor& gradient, const AttentionArguments& a,
-                    c10::SymIntArrayRef sizes) {
+                    at::ScalarType type, c10::SymIntArrayRef sizes) {
   if (!has_tensor(gradient)) return;
   check_layout(op, name, *gradient);
   check_same_device(op, name, *gradient, a.query);
-  TORCH_CHECK(gradient->scalar_type() == a.query.scalar_type(), at_argument(op, name), "must have the dtype of query, ",
-              dtype_text(a.query.scalar_type()), ", got ", dtype_text(gradient->scalar_type()));
+  TORCH_CHECK(gradient->scalar_type() == type, at_argument(op, name), "must be ", dtype_text(type), ", got ",
+              dtype_text(gradient->scalar_type()));
   TORCH_CHECK(same_sizes(gradient->sym_sizes(), sizes), at_argument(op, name), "must have shape ", shape_text(sizes),
               ", got ", shape_text(gradient->sym_sizes()));
 }
@@ -180,7 +194,7 @@ void check_gradient(const char* op, const char* name, const OptionalTensor& grad
 void check_statistics(const char* op, const char* name, const at::Tensor& statistics, const AttentionArguments& a) {
   check_layout(op, name, statistics);
   check_same_device(op, name, statistics, a.query);
-  const auto type = a.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = statistics_type(a);
   TORCH_CHECK(statistics.scalar_type() == type, at_argument(op, name), "must be ", dtype_text(type), ", got ",
               dtype_text(statistics.scalar_type()));
   const std::vector<c10::SymInt> sizes{a.batch(), a.heads(), a.query_length()};
@@ -239,6 +253,13 @@ void check_multi_head_sizes(const char* op, const at::Tensor& query, const at::T
 
 }  // namespace
 
+bool is_bottom_right(const char* op, std::string_view causal_alignment) {
+  TORCH_CHECK_VALUE(causal_alignment == "top_left" || causal_alignment == "bottom_right",
+                    at_argument(op, "causal_alignment"), "must be 'top_left' or 'bottom_right', got '",
+                    causal_alignment, "'");
+  return causal_alignment == "bottom_right";
+}
+
 std::string shape_text(c10::SymIntArrayRef sizes) {
   std::ostringstream text;
   text << '(';
@@ -256,6 +277,7 @@ void check_given(const char* op, const AttentionArguments& a) {
   check_floating(op, "value", a.value);
   check_optional_mask(op, "key_padding_mask", a.key_padding_mask);
   check_optional_mask(op, "attn_mask", a.attn_mask);
+  if (has_tensor(a.sink)) check_floating(op, "sink", *a.sink);
   check_dropout_p(op, a.dropout_p);
   const auto rank = a.query.dim();
   TORCH_CHECK(rank >= 2 && rank <= 4, at_argument(op, "query"),
@@ -266,6 +288,7 @@ void check_given(const char* op, const AttentionArguments& a) {
   check_same_device(op, "value", a.value, a.query);
   if (has_tensor(a.key_padding_mask)) check_same_device(op, "key_padding_mask", *a.key_padding_mask, a.query);
   if (has_tensor(a.attn_mask)) check_same_device(op, "attn_mask", *a.attn_mask, a.query);
+  if (has_tensor(a.sink)) check_same_device(op, "sink", *a.sink, a.query);
   if (!autocast_may_convert(a.query.device().type())) check_same_dtype(op, a);
 }
 
@@ -293,6 +316,7 @@ void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank
               a.query.sym_size(3), " and ", a.value.sym_size(3));
   check_key_padding_mask(op, a, rank);
   check_attn_mask(op, a, rank, given_attn_mask);
+  check_sink(op, a);
 }
 
 void check_forward(const char* op, const AttentionArguments& a) {
@@ -301,8 +325,8 @@ void check_forward(const char* op, const AttentionArguments& a) {
                         a.always_visible_keys.sym_le(a.key_length()).expect_true(__FILE__, __LINE__),
                     at_argument(op, "always_visible_keys"), "must be in [0, S] = [0, ", a.key_length(), "], got ",
                     a.always_visible_keys);
-  TORCH_CHECK_VALUE(a.weights_mode >= 0 && a.weights_mode <= 2, at_argument(op, "weights_mode"),
-                    "must be 0 (none), 1 (averaged) or 2 (per head), got ", a.weights_mode);
+  TORCH_CHECK_VALUE(a.weights_mode >= 0 && a.weights_mode <= kLogSumExp, at_argument(op, "weights_mode"),
+                    "must be 0 (none), 1 (averaged), 2 (per head) or 3 (log-sum-exps), got ", a.weights_mode);
   TORCH_CHECK(a.dropout_p == 0.0 || has_tensor(a.rng_state), at_argument(op, "rng_state"),
               "must be given where dropout_p is not 0");
   check_shapes(op, a, 4);
@@ -312,16 +336,19 @@ void check_backward(const char* op, const AttentionArguments& a, const BackwardA
                     const GradientMask& wanted) {
   check_forward(op, a);
   const std::vector<c10::SymInt> output_sizes{a.batch(), a.heads(), a.query_length(), a.value.sym_size(3)};
-  check_gradient(op, "grad_output", b.grad_output, a, output_sizes);
-  check_gradient(op, "output", b.output, a, output_sizes);
+  const auto type = a.query.scalar_type();
+  check_gradient(op, "grad_output", b.grad_output, a, type, output_sizes);
+  check_gradient(op, "output", b.output, a, type, output_sizes);
   if (has_tensor(b.grad_weights)) {
-    TORCH_CHECK_VALUE(a.weights_mode != 0, at_argument(op, "grad_weights"), "needs weights_mode 1 or 2, got 0");
-    check_gradient(op, "grad_weights", b.grad_weights, a, weights_sizes(a));
+    TORCH_CHECK_VALUE(a.weights_mode != 0, at_argument(op, "grad_weights"), "needs weights_mode 1, 2 or 3, got 0");
+    check_gradient(op, "grad_weights", b.grad_weights, a, a.weights_mode == kLogSumExp ? statistics_type(a) : type,
+                   weights_sizes(a));
   }
   check_statistics(op, "row_max", b.row_max, a);
   check_statistics(op, "row_sum", b.row_sum, a);
-  for (const auto& [name, is_wanted, mask] : {std::tuple("key_padding_mask", wanted[3], &a.key_padding_mask),
-                                              std::tuple("attn_mask", wanted[4], &a.attn_mask)}) {
+  for (const auto& [name, is_wanted, mask] :
+       {std::tuple("key_padding_mask", wanted[3], &a.key_padding_mask),
+        std::tuple("attn_mask", wanted[4], &a.attn_mask), std::tuple("sink", wanted[5], &a.sink)}) {
     TORCH_CHECK(!is_wanted || (has_tensor(*mask) && (*mask)->is_floating_point()), at_argument(op, name),
                 "must be a floating tensor where its gradient is wanted");
   }

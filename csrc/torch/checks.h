@@ -8,6 +8,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "torch/arguments.h"
 
@@ -44,6 +45,9 @@ void check_additive_backward(const char* op, const AttentionArguments& arguments
 void check_multi_head(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                       const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, std::int64_t num_heads,
                       double dropout_p, bool batch_first);
+
+/// Whether causality counts from the bottom right: the two names that callers may use.
+bool is_bottom_right(const char* op, std::string_view causal_alignment);
 
 /// "(2, 5)"
 std::string shape_text(c10::SymIntArrayRef sizes);

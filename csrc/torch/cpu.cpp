@@ -27,9 +27,9 @@ core::Parallel torch_threads() {
   return parallel;
 }
 
-std::string mask_text(const OptionalTensor& mask) {
-  if (!has_tensor(mask)) return "";
-  return std::string(c10::getDtypeNames(mask->scalar_type()).first) + " " + shape_text(mask->sym_sizes());
+std::string tensor_text(const OptionalTensor& tensor) {
+  if (!has_tensor(tensor)) return "";
+  return std::string(c10::getDtypeNames(tensor->scalar_type()).first) + " " + shape_text(tensor->sym_sizes());
 }
 
 CallRecord describe_call(const AttentionArguments& a, const core::AttentionProblem& problem) {
@@ -44,21 +44,30 @@ CallRecord describe_call(const AttentionArguments& a, const core::AttentionProbl
   record.D = problem.head_dim;
   record.Dv = problem.value_dim;
   record.always_visible_keys = problem.always_visible_keys;
-  record.key_padding_mask = mask_text(a.key_padding_mask);
-  record.attn_mask = mask_text(a.attn_mask);
+  record.key_padding_mask = tensor_text(a.key_padding_mask);
+  record.attn_mask = tensor_text(a.attn_mask);
   record.is_causal = a.is_causal;
+  record.bottom_right = a.bottom_right;
+  record.sink = tensor_text(a.sink);
   record.dropout_p = a.dropout_p;
   record.weights_mode = a.weights_mode;
-  record.cpu = cpu::describe_forward(problem, static_cast<core::WeightsMode>(a.weights_mode), torch_threads());
+  record.weights_before_dropout = a.weights_before_dropout;
+  record.cpu = cpu::describe_forward(problem, kernel_weights_mode(a), torch_threads());
   return record;
 }
 
 ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                     bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
-                                    c10::SymInt always_visible_keys, std::int64_t weights_mode) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                    c10::SymInt always_visible_keys, std::int64_t weights_mode, bool bottom_right,
+                                    const OptionalTensor& sink, bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   check_forward("_attention_forward", arguments);
   auto result = allocate_forward(arguments);
   const auto problem = to_problem(arguments);
@@ -73,9 +82,15 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_output, const O
                                       const at::Tensor& output, const at::Tensor& row_max, const at::Tensor& row_sum,
                                       bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
                                       c10::SymInt always_visible_keys, std::int64_t weights_mode,
-                                      GradientMask output_mask) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                      GradientMask output_mask, bool bottom_right, const OptionalTensor& sink,
+                                      bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
   check_backward("_attention_backward", arguments, backward, output_mask);
   auto result = allocate_backward(arguments, output_mask);

@@ -4,6 +4,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
@@ -59,6 +60,11 @@ class Unfused {
   /// After dropout: an undefined tensor stays so.
   Tensor dropped(const Tensor& tensor) const { return tensor.defined() && keep_.defined() ? tensor * keep_ : tensor; }
 
+  /// An undefined tensor stays so.
+  Tensor in_accumulation_type(const Tensor& tensor) const {
+    return tensor.defined() ? tensor.to(accumulation_) : tensor;
+  }
+
   /// Something of query's or output's shape, or of key's or value's, made ready as these were.
   Operand row_operand(const Tensor& tensor) const;
   Operand key_operand(const Tensor& tensor) const;
@@ -74,21 +80,33 @@ class Unfused {
     return hidden_.defined() ? tensor.masked_fill(hidden_, 0.0) : tensor;
   }
 
-  /// P (x - rowsum(P x)): the change of the softmax for a change x of the scores, and the other way. A row whose sum is
-  /// NaN has it in its visible part only.
-  Tensor through_softmax(const Tensor& tensor) const {
-    return visible_only(probabilities_ * (tensor - row_sum(probabilities_ * tensor)));
+  /// rowsum(P x) + p_sink x_sink: the mean of x over keys and sink; x_sink, (N, H, L, 1) or less, may be undefined.
+  Tensor mean(const Tensor& tensor, const Tensor& of_sink = {}) const {
+    const auto of_keys = row_sum(probabilities_ * tensor);
+    return of_sink.defined() ? of_keys + sink_probability_ * of_sink : of_keys;
   }
 
-  /// dW of the header comment.
-  Tensor grad_of_weights(const BackwardArguments& backward) const;
+  /// P (x - mean(x, x_sink)): the change of the softmax for a change of the scores, and the other way. A row whose mean
+  /// is NaN has it in its visible part only.
+  Tensor through_softmax(const Tensor& tensor, const Tensor& of_sink = {}) const {
+    return visible_only(probabilities_ * (tensor - mean(tensor, of_sink)));
+  }
+
+  /// p_sink of the header comment, (N, H, L, 1); undefined without a sink.
+  const Tensor& sink_probability() const { return sink_probability_; }
+
+  /// dP and delta of the header comment.
+  Tensor grad_of_probabilities(const BackwardArguments& backward) const;
+  Tensor delta(const BackwardArguments& backward, const Tensor& grad_of_probabilities) const;
 
   /// Gradients of the arguments from (N, H, L, S) or per-head ones, in the arguments' shapes and dtypes.
   Tensor as_query(const Tensor& gradient) const { return gradient.to(arguments_.query.scalar_type()); }
   Tensor as_key(const Tensor& gradient) const;
   Tensor as_key_padding_mask(const Tensor& gradient) const;
   Tensor as_attn_mask(const Tensor& gradient) const;
-  Tensor as_weights(const Tensor& per_head) const;
+  Tensor as_sink(const Tensor& gradient) const;
+  /// What is returned beside the output, from its (N, H, L, S) before dropout and, of log-sum-exps, (N, H, L, 1).
+  Tensor as_returned(const Tensor& before_dropout, const Tensor& of_rows) const;
 
   /// Change of the scores for changes of query, key and masks, any of which may be undefined; visible part only.
   Tensor score_change(const Tensor& query, const Tensor& key, const Tensor& key_padding_mask,
@@ -107,7 +125,7 @@ class Unfused {
   Tensor hidden_;   // bool, broadcastable to (N, H, L, S); undefined where nothing hides
   Tensor visible_;  // 1 where not hidden, with sizes L and S; undefined with hidden_
   Tensor bias_;     // what is added to the scores, broadcastable; undefined where nothing is
-  Tensor probabilities_;
+  Tensor probabilities_, sink_probability_;
   Tensor keep_;  // Z of the header comment; undefined without dropout
 };
 
@@ -156,9 +174,9 @@ void Unfused::read_masks() {
     bias_ = over_all_keys(bias_.clamp_min(lowest));
   }
   if (arguments_.is_causal) {
-    hide(at::ones_symint({1, 1, arguments_.query_length(), arguments_.masked_keys()},
-                         arguments_.query.options().dtype(at::kBool))
-             .triu(1));
+    const auto all = at::ones_symint({1, 1, arguments_.query_length(), arguments_.masked_keys()},
+                                     arguments_.query.options().dtype(at::kBool));
+    hide(arguments_.bottom_right ? all.tril(-1).flip({-2, -1}) : all.triu(1));
   }
   if (!hidden_.defined()) return;
   hidden_ = over_all_keys(hidden_);
@@ -207,26 +225,43 @@ Tensor Unfused::weighted_rows(const Tensor& weights, const Operand& rows) const 
 }
 
 void Unfused::compute_probabilities() {
-  const auto scores = sum_of(rows_by_keys(query_, key_) * arguments_.scale, bias_);
-  if (!hidden_.defined()) {
+  auto scores = sum_of(rows_by_keys(query_, key_) * arguments_.scale, bias_);
+  if (hidden_.defined()) scores = scores.masked_fill(hidden_, -kInfinity);
+  if (has_tensor(arguments_.sink)) {
+    const auto sizes = scores.sym_sizes();
+    const auto sink = arguments_.sink->to(accumulation_).expand_symint({sizes[0], sizes[1], sizes[2], 1});
+    const auto with_sink = at::softmax(at::cat({scores, sink}, -1), -1);
+    probabilities_ = with_sink.narrow_symint(-1, 0, sizes[3]);
+    sink_probability_ = with_sink.narrow_symint(-1, sizes[3], 1);
+    // Neither key nor sink: no NaN may come of it.
+    sink_probability_ = sink_probability_.masked_fill(sink == -kInfinity, 0.0);
+  } else {
     probabilities_ = at::softmax(scores, -1);
-    return;
   }
-  // The second fill is for rows that see nothing, whose softmax is NaN, and for hidden keys of rows that are NaN.
-  probabilities_ = visible_only(at::softmax(scores.masked_fill(hidden_, -kInfinity), -1));
+  // For rows that see nothing, whose softmax is NaN, and for hidden keys of rows that are NaN.
+  probabilities_ = visible_only(probabilities_);
 }
 
-Tensor Unfused::grad_of_weights(const BackwardArguments& b) const {
+Tensor Unfused::grad_of_probabilities(const BackwardArguments& b) const {
   Tensor gradient;
   if (has_tensor(b.grad_output)) gradient = rows_by_keys(row_operand(*b.grad_output), value_);
-  if (has_tensor(b.grad_weights)) {
-    auto of_weights = b.grad_weights->to(accumulation_);
+  Tensor of_weights;
+  if (has_tensor(b.grad_weights) && arguments_.weights_mode != kLogSumExp) {
+    of_weights = b.grad_weights->to(accumulation_);
     if (static_cast<core::WeightsMode>(arguments_.weights_mode) == core::WeightsMode::kAveraged) {
       of_weights = (of_weights / c10::Scalar(arguments_.heads())).unsqueeze(1);
     }
-    gradient = gradient.defined() ? gradient + of_weights : of_weights.expand_as(probabilities_);
+    of_weights = of_weights.expand_as(probabilities_);
   }
+  gradient =
+      arguments_.weights_before_dropout ? sum_of(dropped(gradient), of_weights) : dropped(sum_of(gradient, of_weights));
   return gradient.defined() ? visible_only(gradient) : at::zeros_like(probabilities_);
+}
+
+Tensor Unfused::delta(const BackwardArguments& b, const Tensor& grad_of_probabilities) const {
+  const auto of_weights = mean(grad_of_probabilities);
+  if (!has_tensor(b.grad_weights) || arguments_.weights_mode != kLogSumExp) return of_weights;
+  return of_weights - b.grad_weights->unsqueeze(-1);
 }
 
 Tensor Unfused::as_key(const Tensor& gradient) const {
@@ -253,7 +288,13 @@ Tensor Unfused::as_attn_mask(const Tensor& gradient) const {
       .to(arguments_.attn_mask->scalar_type());
 }
 
-Tensor Unfused::as_weights(const Tensor& per_head) const {
+Tensor Unfused::as_sink(const Tensor& gradient) const {
+  return gradient.sum_to_size_symint(arguments_.sink->sym_sizes()).to(arguments_.sink->scalar_type());
+}
+
+Tensor Unfused::as_returned(const Tensor& before_dropout, const Tensor& of_rows) const {
+  if (arguments_.weights_mode == kLogSumExp) return of_rows.squeeze(-1);
+  const auto per_head = arguments_.weights_before_dropout ? before_dropout : dropped(before_dropout);
   const bool averaged = static_cast<core::WeightsMode>(arguments_.weights_mode) == core::WeightsMode::kAveraged;
   return (averaged ? per_head.mean(1) : per_head).to(arguments_.query.scalar_type());
 }
@@ -280,30 +321,35 @@ c10::impl::ExcludeDispatchKeyGuard without_autocast() {
 }  // namespace
 
 bool has_tangent(const AttentionArguments& a) {
-  return is_dual(a.query) || is_dual(a.key) || is_dual(a.value) || is_dual(a.key_padding_mask) || is_dual(a.attn_mask);
+  return is_dual(a.query) || is_dual(a.key) || is_dual(a.value) || is_dual(a.key_padding_mask) ||
+         is_dual(a.attn_mask) || is_dual(a.sink);
 }
 
 bool has_tangent(const AttentionArguments& a, const BackwardArguments& b) {
   return has_tangent(a) || is_dual(b.grad_output) || is_dual(b.grad_weights);
 }
 
-std::array<Tensor, 2> forward_tangents(const AttentionArguments& a, const std::array<Tensor, 5>& of) {
+std::array<Tensor, 2> forward_tangents(const AttentionArguments& a, const std::array<Tensor, 6>& of) {
   const auto guard = without_autocast();
   const Unfused unfused(a);
   const auto change = unfused.score_change(of[0], of[1], of[3], of[4]);
-  const auto weights = unfused.dropped(unfused.through_softmax(change));
-  auto output = unfused.weighted_keys(weights, unfused.value());
+  const auto of_sink = unfused.in_accumulation_type(of[5]);
+  const auto probabilities = unfused.through_softmax(change, of_sink);
+  auto output = unfused.weighted_keys(unfused.dropped(probabilities), unfused.value());
   if (of[2].defined()) output = output + unfused.weighted_keys(unfused.weights(), unfused.key_operand(of[2]));
-  return {unfused.as_query(output), a.weights_mode == 0 ? Tensor() : unfused.as_weights(weights)};
+  return {unfused.as_query(output),
+          a.weights_mode == 0 ? Tensor() : unfused.as_returned(probabilities, unfused.mean(change, of_sink))};
 }
 
-std::array<Tensor, 5> unfused_backward(const AttentionArguments& a, const BackwardArguments& b,
+std::array<Tensor, 6> unfused_backward(const AttentionArguments& a, const BackwardArguments& b,
                                        const GradientMask& wanted) {
   const auto guard = without_autocast();
   const Unfused unfused(a);
-  const auto grad_scores = unfused.through_softmax(unfused.dropped(unfused.grad_of_weights(b)));
+  const auto grad_probabilities = unfused.grad_of_probabilities(b);
+  const auto delta = unfused.delta(b, grad_probabilities);
+  const auto grad_scores = unfused.visible_only(unfused.probabilities() * (grad_probabilities - delta));
 
-  std::array<Tensor, 5> gradients;
+  std::array<Tensor, 6> gradients;
   if (wanted[0]) gradients[0] = unfused.as_query(unfused.weighted_keys(grad_scores, unfused.key()) * a.scale);
   if (wanted[1]) gradients[1] = unfused.as_key(unfused.weighted_rows(grad_scores, unfused.query()) * a.scale);
   if (wanted[2]) {
@@ -313,23 +359,28 @@ std::array<Tensor, 5> unfused_backward(const AttentionArguments& a, const Backwa
   }
   if (wanted[3]) gradients[3] = unfused.as_key_padding_mask(grad_scores);
   if (wanted[4]) gradients[4] = unfused.as_attn_mask(grad_scores);
+  if (wanted[5]) gradients[5] = unfused.as_sink(-unfused.sink_probability() * delta);
   return gradients;
 }
 
-std::array<Tensor, 7> unfused_double_backward(const AttentionArguments& a, const BackwardArguments& b,
-                                              const std::array<Tensor, 5>& of, const std::array<bool, 7>& wanted) {
+std::array<Tensor, 8> unfused_double_backward(const AttentionArguments& a, const BackwardArguments& b,
+                                              const std::array<Tensor, 6>& of, const std::array<bool, 8>& wanted) {
   const auto guard = without_autocast();
   const Unfused unfused(a);
   const auto& probabilities = unfused.probabilities();
   const auto weights = unfused.weights();
-  const auto grad_probabilities = unfused.dropped(unfused.grad_of_weights(b));
-  const auto centred = grad_probabilities - row_sum(probabilities * grad_probabilities);
+  const auto grad_probabilities = unfused.grad_of_probabilities(b);
+  const auto delta = unfused.delta(b, grad_probabilities);
+  const auto centred = grad_probabilities - delta;
   const auto grad_scores = unfused.visible_only(probabilities * centred);
 
-  // Cotangents, from the results back: dQ, dK and dM reach dS through `change`, dV reaches W through of_value.
+  // Cotangents, from the results back: dQ, dK and dM reach dS through `change`, d sink through of_sink_score, dV
+  // reaches W through of_value.
   const auto change = unfused.score_change(of[0], of[1], of[3], of[4]);
-  const auto mean_change = row_sum(change * probabilities);
-  const auto of_grad_weights = unfused.dropped(unfused.through_softmax(change));
+  const auto of_sink_score = unfused.in_accumulation_type(of[5]);
+  const auto mean_change = unfused.mean(change, of_sink_score);
+  const auto of_grad_probabilities = unfused.visible_only(probabilities * (change - mean_change));
+  const auto of_grad_weights = unfused.dropped(of_grad_probabilities);
   const auto of_value = of[2].defined() ? unfused.key_operand(of[2]) : Operand();
   const auto grad_output = has_tensor(b.grad_output) ? unfused.row_operand(*b.grad_output) : Operand();
 
@@ -337,15 +388,17 @@ std::array<Tensor, 7> unfused_double_backward(const AttentionArguments& a, const
   if (of[2].defined() && has_tensor(b.grad_output)) {
     of_probabilities = of_probabilities + unfused.dropped(unfused.rows_by_keys(grad_output, of_value));
   }
-  const auto of_scores = unfused.through_softmax(of_probabilities);
+  const auto of_sink_probability = of_sink_score.defined() ? -delta * of_sink_score : Tensor();
+  const auto mean_of_probabilities = unfused.mean(of_probabilities, of_sink_probability);
+  const auto of_scores = unfused.visible_only(probabilities * (of_probabilities - mean_of_probabilities));
 
-  std::array<Tensor, 7> result;
+  std::array<Tensor, 8> result;
   if (wanted[0]) {
     auto of_output = unfused.weighted_keys(of_grad_weights, unfused.value());
     if (of[2].defined()) of_output = of_output + unfused.weighted_keys(weights, of_value);
     result[0] = unfused.as_query(of_output);
   }
-  if (wanted[1]) result[1] = unfused.as_weights(of_grad_weights);
+  if (wanted[1]) result[1] = unfused.as_returned(of_grad_probabilities, mean_change);
   if (wanted[2]) {
     auto of_query = unfused.weighted_keys(of_scores, unfused.key());
     if (of[1].defined()) of_query = of_query + unfused.weighted_keys(grad_scores, unfused.key_operand(of[1]));
@@ -361,6 +414,11 @@ std::array<Tensor, 7> unfused_double_backward(const AttentionArguments& a, const
   }
   if (wanted[5]) result[5] = unfused.as_key_padding_mask(of_scores);
   if (wanted[6]) result[6] = unfused.as_attn_mask(of_scores);
+  if (wanted[7]) {
+    const auto& of_sink = of_sink_probability;
+    const auto centred_of_sink = of_sink.defined() ? of_sink - mean_of_probabilities : -mean_of_probabilities;
+    result[7] = unfused.as_sink(unfused.sink_probability() * centred_of_sink);
+  }
   return result;
 }
 

@@ -3,10 +3,10 @@
 // Attention and its gradients written in PyTorch's own differentiable operations: not fused, with tensors of shape
 // (N, H, L, S). Forward-mode and second-order derivatives come from here; first-order ones never do.
 //
-//   S = scale Q K^T + M         P = softmax of S over visible keys, 0 where hidden    Z = keep / (1 - dropout_p)
-//   W = P Z                     O = W V
-//   dW = dO V^T + gW            dP = dW Z            dS = P (dP - rowsum(P dP))
-//   dQ = scale dS K             dK = scale dS^T Q    dV = W^T dO                      dM = dS
+//   S = scale Q K^T + M         P = softmax of S over visible keys and sink, 0 where hidden    Z = keep / (1 -
+//   dropout_p) W = P Z                     O = W V              lse = log-sum-exp of S and sink dP = (dO V^T + gW) Z
+//   with gW outside of the brackets where W is returned before dropout dS = P (dP - delta)         delta = rowsum(P dP)
+//   - glse dQ = scale dS K             dK = scale dS^T Q    dV = W^T dO    dM = dS    d sink = -p_sink delta
 //
 // Sums are kept in float (double for float64 inputs). What is hidden changes nothing, be it NaN; a visible number that
 // is not finite makes NaN of all that it has a part in.
@@ -22,19 +22,20 @@ namespace fused_mha::detail {
 bool has_tangent(const AttentionArguments& arguments);
 bool has_tangent(const AttentionArguments& arguments, const BackwardArguments& backward);
 
-/// Tangents of output and weights (undefined with weights_mode 0) for those `of` query, key, value, key_padding_mask
-/// and attn_mask, any of which may be undefined; differentiable by any mode.
-std::array<at::Tensor, 2> forward_tangents(const AttentionArguments& arguments, const std::array<at::Tensor, 5>& of);
+/// Tangents of output and weights (undefined with weights_mode 0) for those `of` query, key, value, key_padding_mask,
+/// attn_mask and sink, any of which may be undefined; differentiable by any mode.
+std::array<at::Tensor, 2> forward_tangents(const AttentionArguments& arguments, const std::array<at::Tensor, 6>& of);
 
-/// Gradients of query, key, value, key_padding_mask, attn_mask, differentiable by any mode; undefined if not wanted.
-std::array<at::Tensor, 5> unfused_backward(const AttentionArguments& arguments, const BackwardArguments& backward,
+/// Gradients of query, key, value, key_padding_mask, attn_mask, sink, differentiable by any mode; undefined if not
+/// wanted.
+std::array<at::Tensor, 6> unfused_backward(const AttentionArguments& arguments, const BackwardArguments& backward,
                                            const GradientMask& wanted);
 
-/// Cotangents of _attention_backward's grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask for
-/// the cotangents `of` of its results, any of which may be undefined; undefined if not wanted.
-std::array<at::Tensor, 7> unfused_double_backward(const AttentionArguments& arguments,
+/// Cotangents of _attention_backward's grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask,
+/// sink for the cotangents `of` of its results, any of which may be undefined; undefined if not wanted.
+std::array<at::Tensor, 8> unfused_double_backward(const AttentionArguments& arguments,
                                                   const BackwardArguments& backward,
-                                                  const std::array<at::Tensor, 5>& of,
-                                                  const std::array<bool, 7>& wanted);
+                                                  const std::array<at::Tensor, 6>& of,
+                                                  const std::array<bool, 8>& wanted);
 
 }  // namespace fused_mha::detail

@@ -15,9 +15,15 @@ namespace {
 ForwardResult attention_forward_meta(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                      const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                      bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
-                                     c10::SymInt always_visible_keys, std::int64_t weights_mode) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                     c10::SymInt always_visible_keys, std::int64_t weights_mode, bool bottom_right,
+                                     const OptionalTensor& sink, bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   check_forward("_attention_forward", arguments);
   return allocate_forward(arguments);
 }
@@ -28,9 +34,15 @@ BackwardResult attention_backward_meta(const OptionalTensor& grad_output, const 
                                        const at::Tensor& output, const at::Tensor& row_max, const at::Tensor& row_sum,
                                        bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
                                        c10::SymInt always_visible_keys, std::int64_t weights_mode,
-                                       GradientMask output_mask) {
-  const AttentionArguments arguments{query,     key,   value,     key_padding_mask,    attn_mask,   is_causal,
-                                     dropout_p, scale, rng_state, always_visible_keys, weights_mode};
+                                       GradientMask output_mask, bool bottom_right, const OptionalTensor& sink,
+                                       bool weights_before_dropout) {
+  const AttentionArguments arguments{query,        key,
+                                     value,        key_padding_mask,
+                                     attn_mask,    is_causal,
+                                     dropout_p,    scale,
+                                     rng_state,    always_visible_keys,
+                                     weights_mode, bottom_right,
+                                     sink,         weights_before_dropout};
   check_backward("_attention_backward", arguments, {grad_output, grad_weights, output, row_max, row_sum}, output_mask);
   return allocate_backward(arguments, output_mask);
 }

@@ -13,7 +13,8 @@ namespace fused_mha::detail {
 using ForwardSignature = ForwardResult(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                        const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                        bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
-                                       c10::SymInt always_visible_keys, std::int64_t weights_mode);
+                                       c10::SymInt always_visible_keys, std::int64_t weights_mode, bool bottom_right,
+                                       const OptionalTensor& sink, bool weights_before_dropout);
 
 using BackwardSignature = BackwardResult(const OptionalTensor& grad_output, const OptionalTensor& grad_weights,
                                          const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -21,7 +22,8 @@ using BackwardSignature = BackwardResult(const OptionalTensor& grad_output, cons
                                          const at::Tensor& output, const at::Tensor& row_max, const at::Tensor& row_sum,
                                          bool is_causal, double dropout_p, double scale,
                                          const OptionalTensor& rng_state, c10::SymInt always_visible_keys,
-                                         std::int64_t weights_mode, GradientMask output_mask);
+                                         std::int64_t weights_mode, GradientMask output_mask, bool bottom_right,
+                                         const OptionalTensor& sink, bool weights_before_dropout);
 
 using AdditiveForwardSignature = ForwardResult(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                                const at::Tensor& score_weight, const OptionalTensor& key_padding_mask,
@@ -70,13 +72,15 @@ inline const c10::TypedOperatorHandle<DropoutMaskSignature>& dropout_mask_operat
 
 inline ForwardResult call_forward(const AttentionArguments& a) {
   return forward_operator().call(a.query, a.key, a.value, a.key_padding_mask, a.attn_mask, a.is_causal, a.dropout_p,
-                                 a.scale, a.rng_state, a.always_visible_keys, a.weights_mode);
+                                 a.scale, a.rng_state, a.always_visible_keys, a.weights_mode, a.bottom_right, a.sink,
+                                 a.weights_before_dropout);
 }
 
 inline BackwardResult call_backward(const AttentionArguments& a, const BackwardArguments& b, GradientMask wanted) {
   return backward_operator().call(b.grad_output, b.grad_weights, a.query, a.key, a.value, a.key_padding_mask,
                                   a.attn_mask, b.output, b.row_max, b.row_sum, a.is_causal, a.dropout_p, a.scale,
-                                  a.rng_state, a.always_visible_keys, a.weights_mode, wanted);
+                                  a.rng_state, a.always_visible_keys, a.weights_mode, wanted, a.bottom_right, a.sink,
+                                  a.weights_before_dropout);
 }
 
 inline ForwardResult call_additive_forward(const AttentionArguments& a, const at::Tensor& score_weight) {

@@ -39,8 +39,15 @@ at::Tensor empty_like_input(const OptionalTensor& input, bool wanted, const at::
   return wanted ? empty_like_input(*input, true) : at::empty({0}, otherwise_like.options());
 }
 
+at::TensorOptions statistics_options(const AttentionArguments& a) {
+  return a.query.options().dtype(at::toOpMathType(a.query.scalar_type()));
+}
+
 at::Tensor allocate_weights(const AttentionArguments& a) {
   const auto options = a.query.options();
+  if (a.weights_mode == kLogSumExp) {
+    return at::empty_symint({a.batch(), a.heads(), a.query_length()}, statistics_options(a));
+  }
   switch (static_cast<core::WeightsMode>(a.weights_mode)) {
     case core::WeightsMode::kAveraged:
       // The mean over no heads: no kernel runs to write it.
@@ -71,16 +78,19 @@ at::Tensor empty_in_order_of(const at::Tensor& like, c10::SymIntArrayRef sizes) 
 }
 
 ForwardResult allocate_forward(const AttentionArguments& a) {
-  const auto statistics = a.query.options().dtype(at::toOpMathType(a.query.scalar_type()));
+  const auto statistics = statistics_options(a);
   const std::vector<c10::SymInt> rows{a.batch(), a.heads(), a.query_length()};
   return {empty_in_order_of(a.query, {a.batch(), a.heads(), a.query_length(), a.value.sym_size(3)}),
           allocate_weights(a), at::empty_symint(rows, statistics), at::empty_symint(rows, statistics)};
 }
 
 BackwardResult allocate_backward(const AttentionArguments& a, const GradientMask& wanted) {
-  return {empty_like_input(a.query, wanted[0]), empty_like_input(a.key, wanted[1]),
-          empty_like_input(a.value, wanted[2]), empty_like_input(a.key_padding_mask, wanted[3], a.query),
-          empty_like_input(a.attn_mask, wanted[4], a.query)};
+  return {empty_like_input(a.query, wanted[0]),
+          empty_like_input(a.key, wanted[1]),
+          empty_like_input(a.value, wanted[2]),
+          empty_like_input(a.key_padding_mask, wanted[3], a.query),
+          empty_like_input(a.attn_mask, wanted[4], a.query),
+          empty_like_input(a.sink, wanted[5], a.query)};
 }
 
 AdditiveBackwardResult allocate_additive_backward(const AttentionArguments& a, const at::Tensor& score_weight,

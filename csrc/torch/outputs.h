@@ -10,8 +10,8 @@ namespace fused_mha::detail {
 /// Uninitialised and dense, dimensions lying in memory in the order in which those of `like` do.
 at::Tensor empty_in_order_of(const at::Tensor& like, c10::SymIntArrayRef sizes);
 
-/// output in query's order; weights (0,), (N, L, S) or (N, H, L, S); row_max and row_sum (N, H, L), contiguous, in the
-/// accumulation type. Uninitialised.
+/// output in query's order; weights (0,), (N, L, S) or (N, H, L, S), or log-sum-exps (N, H, L) as row_max; row_max and
+/// row_sum (N, H, L), contiguous, in the accumulation type. Uninitialised.
 ForwardResult allocate_forward(const AttentionArguments& arguments);
 
 /// Each gradient in the sizes, dtype and memory order of its input; (0,) where not wanted. Uninitialised.

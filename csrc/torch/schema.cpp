@@ -9,12 +9,19 @@ TORCH_LIBRARY(fused_mha, library) {
 
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, *, Tensor? key_padding_mask=None, Tensor? attn_mask=None, "
-      "bool is_causal=False, float dropout_p=0.0, float? scale=None) -> Tensor",
+      "bool is_causal=False, float dropout_p=0.0, float? scale=None, str causal_alignment='top_left', "
+      "Tensor? sink=None) -> Tensor",
       tags);
   library.def(
       "attention_with_weights(Tensor query, Tensor key, Tensor value, *, Tensor? key_padding_mask=None, "
       "Tensor? attn_mask=None, bool is_causal=False, float dropout_p=0.0, float? scale=None, "
-      "bool average_attn_weights=True) -> (Tensor output, Tensor weights)",
+      "bool average_attn_weights=True, str causal_alignment='top_left', Tensor? sink=None, "
+      "bool weights_before_dropout=False) -> (Tensor output, Tensor weights)",
+      tags);
+  library.def(
+      "attention_with_lse(Tensor query, Tensor key, Tensor value, *, Tensor? key_padding_mask=None, "
+      "Tensor? attn_mask=None, bool is_causal=False, float dropout_p=0.0, float? scale=None, "
+      "str causal_alignment='top_left', Tensor? sink=None) -> (Tensor output, Tensor lse)",
       tags);
   library.def(
       "multi_head_attention_forward(Tensor query, Tensor key, Tensor value, SymInt embed_dim_to_check, int num_heads, "
@@ -45,15 +52,17 @@ TORCH_LIBRARY(fused_mha, library) {
       tags);
   library.def(
       "_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? attn_mask, "
-      "bool is_causal, float dropout_p, float scale, Tensor? rng_state, SymInt always_visible_keys, int weights_mode) "
+      "bool is_causal, float dropout_p, float scale, Tensor? rng_state, SymInt always_visible_keys, int weights_mode, "
+      "bool bottom_right=False, Tensor? sink=None, bool weights_before_dropout=False) "
       "-> (Tensor output, Tensor weights, Tensor row_max, Tensor row_sum)",
       tags);
   library.def(
       "_attention_backward(Tensor? grad_output, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
       "Tensor? key_padding_mask, Tensor? attn_mask, Tensor output, Tensor row_max, Tensor row_sum, bool is_causal, "
       "float dropout_p, float scale, Tensor? rng_state, SymInt always_visible_keys, int weights_mode, "
-      "bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_padding_mask, "
-      "Tensor grad_attn_mask)",
+      "bool[6] output_mask, bool bottom_right=False, Tensor? sink=None, bool weights_before_dropout=False) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_padding_mask, Tensor grad_attn_mask, "
+      "Tensor grad_sink)",
       tags);
   library.def(
       "_mask_tiles(Tensor query, Tensor key, Tensor? key_padding_mask, Tensor? attn_mask, bool is_causal) -> Tensor");

@@ -57,6 +57,7 @@ ViewType to_view(const at::Tensor& tensor, std::array<int, 4> dims) {
 
 constexpr std::array<int, 4> kAllDims{0, 1, 2, 3};
 constexpr std::array<int, 4> kPaddingDims{0, -1, -1, 1};
+constexpr std::array<int, 4> kRowDims{0, 1, 2, -1};
 constexpr std::array<int, 4> kAveragedDims{0, -1, 1, 2};
 
 template <typename ViewType>
@@ -88,8 +89,10 @@ core::AttentionProblem to_problem(const AttentionArguments& a) {
     problem.key_padding_mask = to_view<core::View>(*a.key_padding_mask, kPaddingDims);
   }
   if (has_tensor(a.attn_mask)) problem.attn_mask = to_view<core::View>(*a.attn_mask, kAllDims);
-  problem.is_causal = a.is_causal;
   problem.always_visible_keys = a.always_visible_keys.expect_int();
+  problem.is_causal = a.is_causal;
+  if (a.bottom_right) problem.causal_offset = problem.masked_keys() - problem.query_length;
+  if (has_tensor(a.sink)) problem.sink = to_view<core::View>(*a.sink, kAllDims);
   problem.scale = a.scale;
   problem.dropout_p = a.dropout_p;
   if (has_tensor(a.rng_state)) problem.rng = rng_state_of(*a.rng_state);
@@ -98,19 +101,25 @@ core::AttentionProblem to_problem(const AttentionArguments& a) {
 
 core::ForwardOutputs to_outputs(const AttentionArguments& a, const ForwardResult& result) {
   const auto& [output, weights, row_max, row_sum] = result;
-  const auto mode = static_cast<core::WeightsMode>(a.weights_mode);
+  const auto mode = kernel_weights_mode(a);
   return {.output = to_view<core::MutableView>(output, kAllDims),
           .row_max = row_max.mutable_data_ptr(),
           .row_sum = row_sum.mutable_data_ptr(),
           .weights = to_weights_view<core::MutableView>(weights, mode),
-          .weights_mode = mode};
+          .weights_mode = mode,
+          .weights_before_dropout = a.weights_before_dropout,
+          .log_sum_exp =
+              a.weights_mode == kLogSumExp ? to_view<core::MutableView>(weights, kRowDims) : core::MutableView{}};
 }
 
 core::BackwardInputs to_backward_inputs(const AttentionArguments& a, const BackwardArguments& b) {
   core::BackwardInputs inputs;
   if (has_tensor(b.grad_output)) inputs.grad_output = to_view<core::View>(*b.grad_output, kAllDims);
-  if (has_tensor(b.grad_weights)) {
-    inputs.weights_mode = static_cast<core::WeightsMode>(a.weights_mode);
+  if (has_tensor(b.grad_weights) && a.weights_mode == kLogSumExp) {
+    inputs.grad_log_sum_exp = to_view<core::View>(*b.grad_weights, kRowDims);
+  } else if (has_tensor(b.grad_weights)) {
+    inputs.weights_mode = kernel_weights_mode(a);
+    inputs.weights_before_dropout = a.weights_before_dropout;
     inputs.grad_weights = to_weights_view<core::View>(*b.grad_weights, inputs.weights_mode);
   }
   inputs.output = to_view<core::View>(b.output, kAllDims);
@@ -121,7 +130,7 @@ core::BackwardInputs to_backward_inputs(const AttentionArguments& a, const Backw
 
 core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const GradientMask& wanted) {
   core::BackwardOutputs outputs;
-  const auto& [query, key, value, padding, mask] = result;
+  const auto& [query, key, value, padding, mask, sink] = result;
   if (wanted[0]) outputs.grad_query = to_view<core::MutableView>(query, kAllDims);
   if (wanted[1]) outputs.grad_key = to_view<core::MutableView>(key, kAllDims);
   if (wanted[2]) outputs.grad_value = to_view<core::MutableView>(value, kAllDims);
@@ -129,6 +138,10 @@ core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const Gr
   if (wanted[4]) {
     outputs.grad_attn_mask = to_view<core::MutableView>(mask, kAllDims);
     for (std::size_t i = 0; i < 4; ++i) outputs.attn_mask_sizes[i] = mask.size(static_cast<std::int64_t>(i));
+  }
+  if (wanted[5]) {
+    outputs.grad_sink = to_view<core::MutableView>(sink, kAllDims);
+    outputs.sink_sizes = {sink.size(0), sink.size(1)};
   }
   return outputs;
 }

@@ -12,6 +12,12 @@ core::RngState rng_state_of(const at::Tensor& rng_state);
 
 core::AttentionProblem to_problem(const AttentionArguments& arguments);
 
+/// What the kernels return as weights.
+inline core::WeightsMode kernel_weights_mode(const AttentionArguments& arguments) {
+  return arguments.weights_mode == kLogSumExp ? core::WeightsMode::kNone
+                                              : static_cast<core::WeightsMode>(arguments.weights_mode);
+}
+
 core::ForwardOutputs to_outputs(const AttentionArguments& arguments, const ForwardResult& result);
 
 core::BackwardInputs to_backward_inputs(const AttentionArguments& arguments, const BackwardArguments& backward);

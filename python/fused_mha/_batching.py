@@ -27,8 +27,10 @@ from torch import Tensor
 
 _AVERAGED = 1  # core::WeightsMode::kAveraged
 
-#: Places of query, key, value, key_padding_mask and attn_mask in what follows.
-_QUERY, _KEY, _VALUE, _PADDING, _MASK = range(5)
+#: Places of query, key, value, key_padding_mask, attn_mask and sink in what follows.
+_QUERY, _KEY, _VALUE, _PADDING, _MASK, _SINK = range(6)
+#: Those that may have size 1 where the others have N or H.
+_BROADCAST = (_MASK, _SINK)
 
 
 class _Place(enum.IntEnum):
@@ -127,8 +129,9 @@ class _Folded:
     def gradient(self, merged: Tensor, which: int) -> Tensor:
         """The same for the gradient of an argument."""
         own = self._size_of(which)
-        split = _unmerge(merged, self.place, self.batch_size, self._size_of(_QUERY) if which == _MASK else own)
-        return split.sum(1 + self.place.merged_dim, keepdim=True) if which == _MASK and own == 1 else split
+        broadcast = which in _BROADCAST
+        split = _unmerge(merged, self.place, self.batch_size, self._size_of(_QUERY) if broadcast else own)
+        return split.sum(1 + self.place.merged_dim, keepdim=True) if broadcast and own == 1 else split
 
     def _size_of(self, which: int) -> int:
         operand = self.operands[which]
@@ -139,15 +142,15 @@ class _Folded:
         """Whether one and the same tensor serves all B."""
         if not self.serves_all[which]:
             return False
-        if which == _MASK:
+        if which in _BROADCAST:
             return operand.size(place.merged_dim) == 1
         if which == _PADDING:
             return place is not _Place.BEFORE_BATCH
         return which != _QUERY and place is _Place.AFTER_HEADS
 
     def _to_merge(self, which: int, operand: _Operand, place: _Place) -> _Operand:
-        """attn_mask may have size 1 where the others have N or H."""
-        if which != _MASK:
+        """As large as the query where it may be of size 1."""
+        if which not in _BROADCAST:
             return operand
         query = self.operands[_QUERY]
         assert query is not None
@@ -197,19 +200,22 @@ def _forward_rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tupl
     op = torch.ops.fused_mha._attention_forward
     *operands, state = (_operand(args[i], in_dims[i]) for i in (0, 1, 2, 3, 4, 8))
     is_causal, dropout_p, scale = args[5:8]
-    visible, mode = args[9:]
+    visible, mode = args[9:11]
+    bottom_right, sink, before_dropout = _options(args[11:], in_dims[11:])
+    operands.append(sink)
     if dropout_p > 0 and info.batch_size > 0:
 
         def call(sample: int) -> tuple[Tensor, ...]:
-            tensors = (_of_sample(operand, sample) for operand in operands)
-            results: tuple[Tensor, ...] = op(
-                *tensors, is_causal, dropout_p, scale, _of_sample(state, sample), visible, mode
-            )
+            *tensors, own_sink = (_of_sample(operand, sample) for operand in operands)
+            numbers = (is_causal, dropout_p, scale, _of_sample(state, sample), visible, mode)
+            results: tuple[Tensor, ...] = op(*tensors, *numbers, bottom_right, own_sink, before_dropout)
             return results
 
         return _stacked(info.batch_size, call)
-    folded = _Folded(operands, info.batch_size, mode == _AVERAGED, [False] * 5)
-    output, weights, *statistics = op(*folded.arguments(), is_causal, 0.0, scale, None, visible, mode)
+    folded = _Folded(operands, info.batch_size, mode == _AVERAGED, [False] * 6)
+    *tensors, merged_sink = folded.arguments()
+    numbers = (is_causal, 0.0, scale, None, visible, mode)
+    output, weights, *statistics = op(*tensors, *numbers, bottom_right, merged_sink, before_dropout)
     weights_dim = 0 if mode else None
     results = (folded.result(output), folded.result(weights) if mode else weights, *map(folded.result, statistics))
     return results, (0, weights_dim, 0, 0)
@@ -223,24 +229,30 @@ def _backward_rule(
         _operand(args[i], in_dims[i]) for i in (*range(10), 13)
     )
     is_causal, dropout_p, scale = args[10:13]
-    visible, mode, wanted = args[14:]
+    visible, mode, wanted = args[14:17]
+    bottom_right, sink, before_dropout = _options(args[17:], in_dims[17:])
+    operands.append(sink)
     if dropout_p > 0 and info.batch_size > 0:
 
         def call(sample: int) -> tuple[Tensor, ...]:
             gradients = (_of_sample(operand, sample) for operand in (grad_output, grad_weights))
-            tensors = (_of_sample(operand, sample) for operand in (*operands, output))
+            *tensors, own_sink = (_of_sample(operand, sample) for operand in operands)
             statistics = (_contiguous(_of_sample(operand, sample)) for operand in (row_max, row_sum))
             numbers = (is_causal, dropout_p, scale, _of_sample(state, sample), visible, mode, wanted)
-            results: tuple[Tensor, ...] = op(*gradients, *tensors, *statistics, *numbers)
+            options = (bottom_right, own_sink, before_dropout)
+            results: tuple[Tensor, ...] = op(
+                *gradients, *tensors, _of_sample(output, sample), *statistics, *numbers, *options
+            )
             return results
 
         return _stacked(info.batch_size, call)
     averages_heads = mode == _AVERAGED and grad_weights is not None
     folded = _Folded(operands, info.batch_size, averages_heads, list(wanted))
+    *tensors, merged_sink = folded.arguments()
     results = op(
         folded.like_query(grad_output),
         folded.like_query(grad_weights),
-        *folded.arguments(),
+        *tensors,
         folded.like_query(output),
         _contiguous(folded.like_query(row_max)),
         _contiguous(folded.like_query(row_sum)),
@@ -251,12 +263,23 @@ def _backward_rule(
         visible,
         mode,
         wanted,
+        bottom_right,
+        merged_sink,
+        before_dropout,
     )
     # One that nobody wants is an empty tensor, the same for all.
     return (
         tuple(folded.gradient(result, i) if wanted[i] else result for i, result in enumerate(results)),
         tuple(0 if w else None for w in wanted),
     )
+
+
+def _options(given: tuple[Any, ...], in_dims: tuple[Any, ...]) -> tuple[bool, _Operand | None, bool]:
+    """bottom_right, sink and weights_before_dropout: the dispatcher leaves defaults at the end out."""
+    options: list[Any] = [False, None, False]
+    options[: len(given)] = given
+    bottom_right, sink, before_dropout = options
+    return bottom_right, _operand(sink, in_dims[1] if len(given) > 1 else None), before_dropout
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

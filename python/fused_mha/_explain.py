@@ -17,8 +17,8 @@ from fused_mha.replace import _why_left
 
 __all__ = ["AttentionCall", "Choice", "Explanation", "explain"]
 
-_WEIGHTS = ("none", "averaged", "per head")
-_GRADIENTS = ("query", "key", "value", "key_padding_mask", "attn_mask")
+_WEIGHTS = ("none", "averaged", "per head", "none, log-sum-exps instead")
+_GRADIENTS = ("query", "key", "value", "key_padding_mask", "attn_mask", "sink")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,10 @@ def _kernel_choices(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice
     yield _rows(facts)
     yield _threads(facts)
     yield from _masks(facts)
-    yield Choice("weights", _WEIGHTS[facts["weights_mode"]])
+    before_dropout = "as they are before dropout" if facts["weights_before_dropout"] else ""
+    yield Choice("weights", _WEIGHTS[facts["weights_mode"]], before_dropout)
+    if facts["sink"]:
+        yield Choice("sink", facts["sink"], "rows begin with it as with a key whose value is 0")
     if facts["dropout_p"] > 0:
         yield Choice("dropout", f"{facts['dropout_p']:g}", "drawn in the kernel, the same bits on every path")
     yield from _derivatives(facts, compiled)
@@ -267,7 +270,8 @@ def _masks(facts: Mapping[str, Any]) -> Iterator[Choice]:
         counts = [facts[f"{kind}_tiles"] for kind in ("hidden", "free", "mixed")]
         choice = "{} tiles skipped, {} free of masks, {} masked by element".format(*counts)
         masks = [facts["attn_mask"]] if facts["attn_mask"] else []
-        masks += ["is_causal"] if facts["is_causal"] else []
+        if facts["is_causal"]:
+            masks.append("is_causal from the bottom right" if facts["bottom_right"] else "is_causal")
         tile = f"tiles of {facts['tile_rows']} x {facts['tile_keys']}"
         yield Choice("attn_mask", choice, f"{' and '.join(masks)}; {tile}")
     elif not facts["key_padding_mask"]:

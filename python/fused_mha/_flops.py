@@ -33,7 +33,7 @@ def _backward(
     *rest: Any,
     **_: Any,
 ) -> int:
-    output_mask: Sequence[bool] = rest[-1]
+    output_mask: Sequence[bool] = rest[11]
     wanted_query, wanted_key, wanted_value = output_mask[:3]
     by_query_dim = _product(query, key, query[3])
     by_value_dim = _product(query, key, value[3])

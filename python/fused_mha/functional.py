@@ -24,6 +24,7 @@ __all__ = [
     "additive_attention",
     "additive_attention_with_weights",
     "attention",
+    "attention_with_lse",
     "attention_with_weights",
     "draw_rng_state",
     "dropout_mask",
@@ -45,6 +46,8 @@ def attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    causal_alignment: str = "top_left",
+    sink: Tensor | None = None,
 ) -> Tensor:
     r"""Masked scaled dot-product attention, :math:`\mathrm{softmax}(s\,QK^T + M)\,V`, fused.
 
@@ -54,10 +57,14 @@ def attention(
         value: (N, Hkv, S, Dv).
         key_padding_mask: (N, S), or (S) with 2-D inputs; bool (True hides the key) or floating (added).
         attn_mask: anything that broadcasts to (N, H, L, S); bool (True hides) or floating (added).
-        is_causal: hide every key s > l as well, counted from the top left.
+        is_causal: hide every key s > l as well, counted from where causal_alignment says.
         dropout_p: probability with which a weight becomes 0; those kept are divided by 1 - dropout_p. Applied whenever
             it is positive: pass 0 in evaluation.
         scale: factor of the scores; 1 / sqrt(D) by default.
+        causal_alignment: "top_left", or "bottom_right", with which is_causal hides s > l + S - L, so that the last
+            query sees every key, as queries do that continue a sequence whose keys are kept.
+        sink: (H), floating: adds exp(sink[h]) to the softmax's denominator, as one more key would that has this score
+            and the value 0. Zeros make the "softmax plus one" of Miller, "Attention is off by one" (2023).
 
     Any strides are read as they are, also 0 and those of a transposed (N, L, H, D). dtypes: float32, float64, bfloat16,
     float16, the same for the three inputs; sums are kept in float32 (float64 for float64). N, H, L and S may be 0.
@@ -65,7 +72,7 @@ def attention(
     Returns:
         (N, H, L, Dv) in the query's dtype and memory order (with the query's number of dimensions).
 
-    Differentiable in query, key, value and in both masks where they are floating.
+    Differentiable in query, key, value, sink and in both masks where they are floating.
 
     Raises:
         RuntimeError, ValueError: shapes, devices or dropout_p that do not fit, with the shape expected and the one got.
@@ -87,8 +94,56 @@ def attention(
         is_causal=is_causal,
         dropout_p=dropout_p,
         scale=scale,
+        causal_alignment=causal_alignment,
+        sink=sink,
     )
     return result
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`attention`, and the log-sum-exp of each row's scores beside the output.
+
+    Returns:
+        The output, and (N, H, L), float32 (float64 for float64): the natural logarithm of what the row was divided by,
+        :math:`\log(\sum_s e^{\mathrm{score}_s} + e^{\mathrm{sink}})` over visible keys, without H and N where the
+        inputs have none. A row that sees nothing has -inf. Gradients flow through both results. Parts of the keys that
+        were attended to apart can be merged by it:
+
+    Example::
+
+        >>> query, key, value = torch.randn(2, 8, 5, 16), torch.randn(2, 8, 9, 16), torch.randn(2, 8, 9, 16)
+        >>> parts = [fused_mha.functional.attention_with_lse(query, key[:, :, part], value[:, :, part])
+        ...          for part in (slice(0, 4), slice(4, 9))]
+        >>> shares = torch.stack([lse for _, lse in parts]).softmax(0)
+        >>> merged = sum(share.unsqueeze(-1) * output for share, (output, _) in zip(shares, parts))
+        >>> torch.allclose(merged, fused_mha.functional.attention(query, key, value), atol=1e-5)
+        True
+    """
+    output, lse = _ops.attention_with_lse(
+        query,
+        key,
+        value,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        causal_alignment=causal_alignment,
+        sink=sink,
+    )
+    return output, lse
 
 
 def attention_with_weights(
@@ -102,19 +157,24 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     scale: float | None = None,
     average_attn_weights: bool = True,
+    causal_alignment: str = "top_left",
+    sink: Tensor | None = None,
+    weights_before_dropout: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""As :func:`attention`, and the attention weights beside the output.
 
     Args:
         average_attn_weights: return the mean over heads, (N, L, S), computed without a tensor of N * H * L * S
             elements; otherwise the weights of each head, (N, H, L, S).
+        weights_before_dropout: return the weights that dropout is yet to act on; the output is the same.
 
     The other arguments, the dtypes and the errors are those of :func:`attention`.
 
     Returns:
         The output, and the weights in the query's dtype. Weights are those that multiplied the values: after dropout,
-        as in ``torch.nn.MultiheadAttention``, so with dropout_p > 0 a row need not sum to 1. A row that sees no key has
-        weights 0. Gradients flow through both results.
+        as in ``torch.nn.MultiheadAttention``, so with dropout_p > 0 a row need not sum to 1, unless
+        weights_before_dropout; nor with a sink, which takes its share. A row that sees no key has weights 0. Gradients
+        flow through both results.
 
     Example::
 
@@ -133,6 +193,9 @@ def attention_with_weights(
         dropout_p=dropout_p,
         scale=scale,
         average_attn_weights=average_attn_weights,
+        causal_alignment=causal_alignment,
+        sink=sink,
+        weights_before_dropout=weights_before_dropout,
     )
     return output, weights
 

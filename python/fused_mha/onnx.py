@@ -18,6 +18,8 @@ import torch
 
 __all__ = ["custom_translation_table"]
 
+_LOG_SUM_EXP = 3  # fused_mha::detail::kLogSumExp
+
 
 def custom_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)`` needs for models with these operators.
@@ -45,6 +47,9 @@ def _attention_forward(
     rng_state: Any,
     always_visible_keys: int,
     weights_mode: int,
+    bottom_right: bool = False,
+    sink: Any = None,
+    weights_before_dropout: bool = False,  # there is none
 ) -> tuple[Any, Any, Any, Any]:
     if dropout_p > 0.0:
         raise ValueError("fused_mha: dropout is not exported to ONNX; call eval() on the model first")
@@ -57,7 +62,7 @@ def _attention_forward(
         for mask, given in ((padding, key_padding_mask), (attn_mask, attn_mask))
         if mask is not None
     ]
-    hidden = graph.hidden_by(masks, is_causal)
+    hidden = graph.hidden_by(masks, is_causal, bottom_right)
     bias = graph.sum_of([mask for mask, is_bool in masks if not is_bool])
 
     scaled = op.Mul(graph.wide(query), graph.number(scale))
@@ -66,17 +71,25 @@ def _attention_forward(
         scores = op.Add(scores, bias)
     if hidden is not None:
         scores = op.Where(hidden, graph.number(-math.inf), scores)
+    if sink is not None:
+        # One more key, of which nothing is kept but what it takes from the others.
+        one_a_row = op.Concat(op.Shape(scores, start=0, end=3), graph.integers(1), axis=0)
+        scores = op.Concat(scores, op.Expand(graph.wide(sink), one_a_row), axis=-1)
     weights = op.Softmax(scores, axis=-1)
+    if sink is not None:
+        weights = op.Slice(weights, graph.integers(0), graph.integers(-1), graph.integers(-1))
     if hidden is not None:
         # Also for rows that see nothing, whose softmax is NaN.
         weights = op.Where(hidden, graph.number(0.0), weights)
     values = graph.wide(graph.for_each_head(value))
     if padding is not None:
         # 0 times NaN is NaN: what padding holds must not reach the sum.
-        absent = op.Transpose(graph.hidden_by(masks[:1], False), perm=[0, 1, 3, 2])
+        absent = op.Transpose(graph.hidden_by(masks[:1]), perm=[0, 1, 3, 2])
         values = op.Where(absent, graph.number(0.0), values)
     output = op.CastLike(op.MatMul(weights, values), query)
-    if weights_mode == 0:
+    if weights_mode == _LOG_SUM_EXP:
+        returned = op.ReduceLogSumExp(scores, graph.integers(-1), keepdims=0)
+    elif weights_mode == 0:
         returned = op.CastLike(op.ConstantOfShape(graph.integers(0)), query)
     else:
         averaged = op.ReduceMean(weights, graph.integers(1), keepdims=0) if weights_mode == 1 else weights
@@ -119,15 +132,17 @@ class _Graph:
         repeated = op.Expand(op.Unsqueeze(tensor, self.integers(2)), sizes)
         return op.Reshape(repeated, op.Concat(batch, heads, rest, axis=0))
 
-    def hidden_by(self, masks: list[tuple[Any, bool]], is_causal: bool) -> Any:
+    def hidden_by(self, masks: list[tuple[Any, bool]], is_causal: bool = False, bottom_right: bool = False) -> Any:
         """bool, broadcastable to (N, H, L, S); None where nothing hides. A mask comes with whether it is bool."""
         op, parts = self.op, []
         for mask, is_bool in masks:
             parts.append(mask if is_bool else op.Equal(mask, op.CastLike(self.number(-math.inf), mask)))
         if is_causal:
             zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
-            rows = op.Range(zero, op.Squeeze(self._size(self._query, 2)), one)
-            keys = op.Range(zero, op.Squeeze(self._masked_keys), one)
+            length, masked = op.Squeeze(self._size(self._query, 2)), op.Squeeze(self._masked_keys)
+            rows, keys = op.Range(zero, length, one), op.Range(zero, masked, one)
+            if bottom_right:
+                rows = op.Add(rows, op.Sub(masked, length))
             parts.append(op.Unsqueeze(op.Greater(keys, op.Unsqueeze(rows, self.integers(1))), self.integers(0, 1)))
         if not parts:
             return None

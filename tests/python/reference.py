@@ -30,6 +30,7 @@ def visible_and_bias(
     attn_mask: torch.Tensor | None,
     is_causal: bool,
     always_visible_keys: int = 0,
+    bottom_right: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bool (N, H, L, S), True = visible, and the float64 bias, differentiable in the float masks."""
     n, h, length, s = shape
@@ -46,7 +47,8 @@ def visible_and_bias(
             visible = visible & (mask != -math.inf)
             bias = bias + torch.where(mask == -math.inf, 0.0, mask.double())
     if is_causal:
-        visible = visible & (torch.arange(masked)[None, :] <= torch.arange(length)[:, None])
+        last_visible = torch.arange(length) + (masked - length if bottom_right else 0)
+        visible = visible & (torch.arange(masked)[None, :] <= last_visible[:, None])
     visible = F.pad(visible, (0, always_visible_keys), value=True)
     return visible, F.pad(bias, (0, always_visible_keys))
 

@@ -201,7 +201,7 @@ def test_private_backward_refuses_instead_of_reading_out_of_bounds(change: dict[
     given = private_forward()
     output, _, row_max, row_sum = ops._attention_forward(**given)
     given |= {"grad_output": torch.ones_like(output), "grad_weights": None, "output": output}
-    given |= {"row_max": row_max, "row_sum": row_sum, "output_mask": [True, True, True, False, False]}
+    given |= {"row_max": row_max, "row_sum": row_sum, "output_mask": [True, True, True, False, False, False]}
     assert torch.isfinite(ops._attention_backward(**given)[0]).all()
     with pytest.raises((RuntimeError, TypeError, ValueError), match="fused_mha::"):
         ops._attention_backward(**{**given, **change})

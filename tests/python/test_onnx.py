@@ -133,3 +133,17 @@ def test_dropout_is_refused_with_a_hint() -> None:
 
     with pytest.raises(Exception, match=r"eval\(\)"):
         export(Training(), (torch.randn(1, 2, 3, 4),))
+
+
+class WithLogSumExp(torch.nn.Module):
+    def forward(self, query, key, sink):
+        return ops.attention_with_lse(query, key, key, is_causal=True, causal_alignment="bottom_right", sink=sink)
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_sink_log_sum_exp_and_causality_from_the_bottom_right(with_sink: bool) -> None:
+    """More queries than keys: rows that see nothing are among them."""
+    arguments = (torch.randn(2, 4, 7, 8), torch.randn(2, 2, 5, 8), torch.randn(4) if with_sink else None)
+    assert_same(run(export(WithLogSumExp(), arguments), arguments), ops.attention_with_lse(
+        arguments[0], arguments[1], arguments[1], is_causal=True, causal_alignment="bottom_right", sink=arguments[2]
+    ))  # fmt: skip

@@ -60,7 +60,7 @@ def test_private_backward(name: str, weights_mode: int) -> None:
     output, weights, row_max, row_sum = ops._attention_forward(query, key, value, padding, mask, *rest)
     assert row_max.shape == row_sum.shape == query.shape[:3]
     grad_weights = torch.randn_like(weights) if weights_mode else None
-    wanted = [True, True, True, *(m is not None and m.is_floating_point() for m in (padding, mask))]
+    wanted = [True, True, True, *(m is not None and m.is_floating_point() for m in (padding, mask)), False]
     saved = (query, key, value, padding, mask, output, row_max, row_sum)
     torch.library.opcheck(
         ops._attention_backward.default, (torch.randn_like(output), grad_weights, *saved, *rest, wanted)

@@ -102,7 +102,7 @@ def test_forward_and_backward_equal_a_loop(mapped: str, mask_sizes: str, weights
     def backward(of_output, of_weights, *arguments):
         output, _, row_max, row_sum = forward(*arguments)
         return ops._attention_backward(
-            of_output, of_weights, *arguments, output, row_max, row_sum, *numbers, [True] * 5
+            of_output, of_weights, *arguments, output, row_max, row_sum, *numbers, [True] * 5 + [False]
         )
 
     dims = (0, 0 if weights_mode else None, *in_dims)
@@ -202,7 +202,7 @@ def test_a_given_state_makes_the_mask_that_it_makes_in_a_loop(mapped_state: bool
     def function(q, grad_output, state):
         numbers = (False, 0.5, 0.5, state, 0, 2)
         output, weights, row_max, row_sum = ops._attention_forward(q, q, q, None, None, *numbers)
-        wanted = [True, True, True, False, False]
+        wanted = [True, True, True, False, False, False]
         grads = ops._attention_backward(
             grad_output, None, q, q, q, None, None, output, row_max, row_sum, *numbers, wanted
         )

@@ -11,7 +11,7 @@
 //
 // In every mask bool True hides, a floating mask is added to the scaled scores, and -inf hides. What is hidden is not
 // read. A query that sees no key gets output 0, weights 0 and gradient 0. Differentiable in query, key, value, floating
-// masks and through the weights; deterministic; safe to call from several threads.
+// masks, sink and through the weights; deterministic; safe to call from several threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +19,7 @@
 #include <torch/arg.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 namespace fused_mha {
@@ -34,20 +35,36 @@ struct FUSED_MHA_API AttentionOptions {
   /// Hides s > l beside what the masks hide.
   TORCH_ARG(bool, is_causal) = false;
 
+  /// "bottom_right": causality hides s > l + S - L instead, so that the last query sees every key. Default: "top_left".
+  TORCH_ARG(std::string, causal_alignment) = "top_left";
+
   /// Probability of a weight to become 0, in [0, 1]; the others are scaled by 1 / (1 - dropout_p).
   TORCH_ARG(double, dropout_p) = 0.0;
 
   /// Factor of query . key. Default: 1 / sqrt(D).
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
 
+  /// (H), floating: adds exp(sink[h]) to the softmax's denominator, as a key would whose value is 0. Undefined: none.
+  TORCH_ARG(at::Tensor, sink);
+
   /// Weights averaged over heads, (N, L, S), or for each head, (N, H, L, S). Only attention_with_weights looks at it.
   TORCH_ARG(bool, average_attn_weights) = true;
+
+  /// Return the weights that dropout is yet to act on. Only attention_with_weights looks at it.
+  TORCH_ARG(bool, weights_before_dropout) = false;
 };
 
 FUSED_MHA_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                    const AttentionOptions& options = {});
 
-/// Output and weights after dropout. Averaged weights cost no tensor of shape (N, H, L, S).
+/// Output, and each row's log-sum-exp of scores and sink, (N, H, L), float32 (float64 for float64): the logarithm of
+/// what the row was divided by, -inf for a row that sees nothing. Differentiable, too.
+FUSED_MHA_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
+                                                                    const at::Tensor& value,
+                                                                    const AttentionOptions& options = {});
+
+/// Output and weights, after dropout unless options say otherwise. Averaged weights cost no tensor of shape (N, H, L,
+/// S).
 FUSED_MHA_API std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                                         const at::Tensor& value,
                                                                         const AttentionOptions& options = {});
