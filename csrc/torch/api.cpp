@@ -37,14 +37,6 @@ at::Tensor mask_to_four_dimensions(const char* op, at::Tensor mask, std::int64_t
   return mask;
 }
 
-/// (H) as the kernels take it, one number a head of every sample.
-OptionalTensor sink_to_four_dimensions(const char* op, const OptionalTensor& sink) {
-  if (!has_tensor(sink)) return std::nullopt;
-  TORCH_CHECK(sink->dim() == 1, "fused_mha::", op, ": sink must have shape (H), one number a head, got ",
-              shape_text(sink->sym_sizes()));
-  return sink->unsqueeze(0).unsqueeze(2).unsqueeze(3);
-}
-
 double default_scale(const at::Tensor& query) {
   return 1.0 / std::sqrt(static_cast<double>(query.sym_size(-1).guard_int(__FILE__, __LINE__)));
 }
@@ -79,7 +71,7 @@ std::tuple<at::Tensor, at::Tensor> run_with_four_dimensions(const char* op, Atte
 
 std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArguments arguments, const Choices& choices) {
   arguments.bottom_right = is_bottom_right(op, choices.causal_alignment);
-  arguments.sink = sink_to_four_dimensions(op, choices.sink);
+  arguments.sink = sink_of_heads(op, choices.sink);
   check_given(op, arguments);
   arguments.scale = choices.scale.has_value() ? *choices.scale : default_scale(arguments.query);
   return run_with_four_dimensions(op, std::move(arguments), call_forward);

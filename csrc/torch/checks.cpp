@@ -260,6 +260,14 @@ bool is_bottom_right(const char* op, std::string_view causal_alignment) {
   return causal_alignment == "bottom_right";
 }
 
+OptionalTensor sink_of_heads(const char* op, const OptionalTensor& sink) {
+  if (!has_tensor(sink)) return std::nullopt;
+  check_floating(op, "sink", *sink);
+  TORCH_CHECK(sink->dim() == 1, at_argument(op, "sink"), "must have shape (H), one number a head, got ",
+              shape_text(sink->sym_sizes()));
+  return sink->unsqueeze(0).unsqueeze(2).unsqueeze(3);
+}
+
 std::string shape_text(c10::SymIntArrayRef sizes) {
   std::ostringstream text;
   text << '(';

@@ -49,6 +49,9 @@ void check_multi_head(const char* op, const at::Tensor& query, const at::Tensor&
 /// Whether causality counts from the bottom right: the two names that callers may use.
 bool is_bottom_right(const char* op, std::string_view causal_alignment);
 
+/// A sink as callers give it, (H), in four dimensions.
+OptionalTensor sink_of_heads(const char* op, const OptionalTensor& sink);
+
 /// "(2, 5)"
 std::string shape_text(c10::SymIntArrayRef sizes);
 

@@ -26,8 +26,9 @@ struct Layout {
   std::int64_t num_heads;
 
   /// (N, H, L, D) from the module's layout; a view.
-  at::Tensor split_heads(const at::Tensor& tensor) const {
-    const auto heads = tensor.unflatten_symint(-1, {num_heads, tensor.sym_size(-1) / num_heads});
+  at::Tensor split_heads(const at::Tensor& tensor) const { return split_heads(tensor, num_heads); }
+  at::Tensor split_heads(const at::Tensor& tensor, std::int64_t head_count) const {
+    const auto heads = tensor.unflatten_symint(-1, {head_count, tensor.sym_size(-1) / head_count});
     if (!batched) return heads.transpose(0, 1).unsqueeze(0);
     return batch_first ? heads.transpose(1, 2) : heads.permute({1, 2, 0, 3});
   }
@@ -53,6 +54,9 @@ struct Choices {
   bool need_weights;
   bool average_attn_weights;
   bool is_causal;
+  std::string_view causal_alignment = "top_left";
+  OptionalTensor sink = std::nullopt;
+  bool weights_before_dropout = false;
 };
 
 /// The keys and values that bias_k, bias_v and add_zero_attn put behind the others.
@@ -76,7 +80,7 @@ struct AppendedKeys {
     if (has_tensor(bias)) {
       TORCH_CHECK(
           sizes_equal(bias->sym_numel(), sizes[1] * sizes[3]) && sizes_equal(bias->sym_size(-1), bias->sym_numel()),
-          "fused_mha::", op, ": ", name, " must have shape (1, 1, E) = (1, 1, ", sizes[1] * sizes[3], "), got ",
+          "fused_mha::", op, ": ", name, " must have shape (1, 1, Hkv*D) = (1, 1, ", sizes[1] * sizes[3], "), got ",
           shape_text(bias->sym_sizes()));
       const auto heads = bias->to(tensor.scalar_type()).reshape_symint({1, sizes[1], 1, sizes[3]});
       parts.push_back(heads.expand_as(zeros));
@@ -116,6 +120,9 @@ std::tuple<at::Tensor, OptionalTensor> attend(const char* op, const Layout& layo
     arguments.key_padding_mask = layout.batched ? *key_padding_mask : key_padding_mask->unsqueeze(0);
   }
   if (has_tensor(attn_mask)) arguments.attn_mask = attn_mask_of_heads(op, *attn_mask, arguments);
+  arguments.bottom_right = is_bottom_right(op, choices.causal_alignment);
+  arguments.sink = sink_of_heads(op, choices.sink);
+  arguments.weights_before_dropout = choices.weights_before_dropout;
   check_shapes(op, arguments, 4);
 
   arguments.key = appended.append(op, "bias_k", key, appended.bias_k);
@@ -136,26 +143,30 @@ std::tuple<at::Tensor, OptionalTensor> attend(const char* op, const Layout& layo
   return {std::move(context), layout.batched ? weights : weights.squeeze(0)};
 }
 
-void check_divisible(const char* op, const char* name, const at::Tensor& tensor, std::int64_t num_heads) {
-  TORCH_CHECK(sizes_equal(tensor.sym_size(-1) % num_heads, 0), "fused_mha::", op,
-              ": num_heads must divide the width of ", name, ", ", tensor.sym_size(-1), ", got ", num_heads);
+void check_divisible(const char* op, const char* name, const at::Tensor& tensor, std::int64_t heads,
+                     const char* heads_name = "num_heads") {
+  TORCH_CHECK(sizes_equal(tensor.sym_size(-1) % heads, 0), "fused_mha::", op, ": ", heads_name,
+              " must divide the width of ", name, ", ", tensor.sym_size(-1), ", got ", heads);
 }
 
-std::tuple<at::Tensor, OptionalTensor> projected_composite(const at::Tensor& query, const at::Tensor& key,
-                                                           const at::Tensor& value, std::int64_t num_heads,
-                                                           const OptionalTensor& bias_k, const OptionalTensor& bias_v,
-                                                           bool add_zero_attn, double dropout_p,
-                                                           const OptionalTensor& key_padding_mask, bool need_weights,
-                                                           const OptionalTensor& attn_mask, bool average_attn_weights,
-                                                           bool is_causal, bool batch_first) {
+std::tuple<at::Tensor, OptionalTensor> projected_composite(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, std::int64_t num_heads,
+    const OptionalTensor& bias_k, const OptionalTensor& bias_v, bool add_zero_attn, double dropout_p,
+    const OptionalTensor& key_padding_mask, bool need_weights, const OptionalTensor& attn_mask,
+    bool average_attn_weights, bool is_causal, bool batch_first, std::optional<std::int64_t> num_kv_heads,
+    std::string_view causal_alignment, const OptionalTensor& sink, bool weights_before_dropout) {
   check_multi_head(kProjected, query, key, value, key_padding_mask, attn_mask, num_heads, dropout_p, batch_first);
+  const auto kv_heads = num_kv_heads.value_or(num_heads);
+  const auto* kv_heads_name = num_kv_heads.has_value() ? "num_kv_heads" : "num_heads";
+  TORCH_CHECK_VALUE(kv_heads > 0, "fused_mha::", kProjected, ": num_kv_heads must be positive, got ", kv_heads);
   check_divisible(kProjected, "query", query, num_heads);
-  check_divisible(kProjected, "key", key, num_heads);
-  check_divisible(kProjected, "value", value, num_heads);
+  check_divisible(kProjected, "key", key, kv_heads, kv_heads_name);
+  check_divisible(kProjected, "value", value, kv_heads, kv_heads_name);
   const Layout layout{query.dim() == 3, batch_first, num_heads};
-  return attend(kProjected, layout, layout.split_heads(query), layout.split_heads(key), layout.split_heads(value),
-                {bias_k, bias_v, add_zero_attn}, key_padding_mask, attn_mask,
-                {dropout_p, need_weights, average_attn_weights, is_causal});
+  return attend(
+      kProjected, layout, layout.split_heads(query), layout.split_heads(key, kv_heads),
+      layout.split_heads(value, kv_heads), {bias_k, bias_v, add_zero_attn}, key_padding_mask, attn_mask,
+      {dropout_p, need_weights, average_attn_weights, is_causal, causal_alignment, sink, weights_before_dropout});
 }
 
 void check_projections(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -223,23 +234,31 @@ std::vector<OptionalTensor> split_rows(const OptionalTensor& tensor, c10::SymInt
 std::tuple<at::Tensor, at::Tensor, at::Tensor> project_inputs(const at::Tensor& query, const at::Tensor& key,
                                                               const at::Tensor& value, const InProjection& weights) {
   const auto width = query.sym_size(-1);
+  std::vector<c10::SymInt> widths(3, width);
+  if (weights.widths.has_value()) std::copy(weights.widths->begin(), weights.widths->end(), widths.begin());
   if (!has_tensor(weights.packed)) {
-    const auto bias = split_rows(weights.bias, {width, width, width});
+    const auto bias = split_rows(weights.bias, widths);
     return {at::linear(query, *weights.query, bias[0]), at::linear(key, *weights.key, bias[1]),
             at::linear(value, *weights.value, bias[2])};
   }
   if (key.is_same(value) && query.is_same(key)) {
-    const auto parts = at::linear(query, *weights.packed, weights.bias).chunk(3, -1);
+    const auto product = at::linear(query, *weights.packed, weights.bias);
+    // Without naming a size, which torch.jit.trace would record as a number, where that can be.
+    const auto parts = weights.widths.has_value() ? product.split_with_sizes_symint(widths, -1) : product.chunk(3, -1);
     return {parts[0], parts[1], parts[2]};
   }
   if (key.is_same(value)) {
-    const auto weight = split_rows(weights.packed, {width, width * 2});
-    const auto bias = split_rows(weights.bias, {width, width * 2});
-    const auto parts = at::linear(key, *weight[1], bias[1]).chunk(2, -1);
+    const std::vector<c10::SymInt> both{widths[0], widths[1] + widths[2]};
+    const auto weight = split_rows(weights.packed, both);
+    const auto bias = split_rows(weights.bias, both);
+    const auto product = at::linear(key, *weight[1], bias[1]);
+    const auto parts =
+        weights.widths.has_value() ? product.split_with_sizes_symint({widths[1], widths[2]}, -1) : product.chunk(2, -1);
     return {at::linear(query, *weight[0], bias[0]), parts[0], parts[1]};
   }
-  const auto weight = split_rows(weights.packed, {width, width, width});
-  return project_inputs(query, key, value, {std::nullopt, weight[0], weight[1], weight[2], weights.bias});
+  const auto weight = split_rows(weights.packed, widths);
+  return project_inputs(query, key, value,
+                        {std::nullopt, weight[0], weight[1], weight[2], weights.bias, weights.widths});
 }
 
 }  // namespace fused_mha::detail

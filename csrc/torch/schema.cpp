@@ -47,7 +47,8 @@ TORCH_LIBRARY(fused_mha, library) {
   library.def(
       "_multi_head_attention_projected(Tensor query, Tensor key, Tensor value, int num_heads, Tensor? bias_k, "
       "Tensor? bias_v, bool add_zero_attn, float dropout_p, Tensor? key_padding_mask, bool need_weights, "
-      "Tensor? attn_mask, bool average_attn_weights, bool is_causal, bool batch_first) "
+      "Tensor? attn_mask, bool average_attn_weights, bool is_causal, bool batch_first, int? num_kv_heads=None, "
+      "str causal_alignment='top_left', Tensor? sink=None, bool weights_before_dropout=False) "
       "-> (Tensor context, Tensor? weights)",
       tags);
   library.def(

@@ -184,6 +184,8 @@ def _stock_modules(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]
 def _door_choices(module: MultiheadAttention, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Choice]:
     """How the module brings its inputs to the kernel."""
     why_called = _why_out_proj_is_called(module.out_proj, _in_parameters(module))
+    if module._has_options:
+        why_called = "the module has options that stock lacks"
     if why_called:
         yield Choice("projections", "as modules", why_called)
     else:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.nn.MultiheadAttention`` with fused attention."""
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_first: batched inputs and outputs are (N, L, E) instead of (L, N, E).
         device, dtype: of the parameters.
 
+    What the stock module lacks, each left as it is there unless given:
+
+    Args:
+        head_dim: D, the width of a head of queries and keys; E / H by default. E need then not be divisible.
+        v_head_dim: Dv, the width of a head of values; D by default.
+        num_kv_heads: Hkv, the heads of keys and values, each shared by H / Hkv query heads; H by default.
+        out_dim: the width of the output; E by default.
+        causal_alignment: "top_left", or "bottom_right", with which ``is_causal`` hides s > l + S - L, so that the last
+            query sees every key.
+        weights_before_dropout: return weights that dropout is yet to act on.
+        sink: "zero" adds exp(0) to each softmax's denominator, so that a row may attend to nothing; "learned" adds
+            exp(sink[h]), where ``sink`` is a parameter (H) that starts at 0.
+
+    ``in_proj_weight`` is then (H * D + Hkv * D + Hkv * Dv, E), or, where kdim or vdim differ from E, ``q_proj_weight``
+    (H * D, E), ``k_proj_weight`` (Hkv * D, kdim), ``v_proj_weight`` (Hkv * Dv, vdim); ``out_proj`` is
+    (out_dim, H * Dv).
+
     What is better than in the stock module: a row that sees no key attends to nothing (its output is ``out_proj.bias``)
     instead of NaN; what a mask hides is not read; two masks may differ in type; ``attn_mask`` may be anything that
     broadcasts to (N, H, L, S); ``is_causal=True`` needs no mask; ``need_weights=True`` costs no (N, H, L, S) tensor
@@ -57,11 +73,82 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
     """
 
-    # wraps() keeps the stock signature, whatever it is in the torch that runs.
-    @functools.wraps(nn.MultiheadAttention.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _refuse_fast_path(self)
+    v_head_dim: int
+    num_kv_heads: int
+    causal_alignment: str
+    weights_before_dropout: bool
+    zero_sink: bool
+    sink: Tensor | None
+    _has_options: bool
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        out_dim: int | None = None,
+        causal_alignment: str = "top_left",
+        weights_before_dropout: bool = False,
+        sink: str | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        widths = _Widths.of(embed_dim, num_heads, head_dim, v_head_dim, num_kv_heads, out_dim)
+        _check_choices(causal_alignment, sink)
+        if widths is None:
+            super().__init__(
+                embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, **factory
+            )
+        else:
+            nn.Module.__init__(self)
+            self.embed_dim = embed_dim
+            self.kdim = embed_dim if kdim is None else kdim
+            self.vdim = embed_dim if vdim is None else vdim
+            self.num_heads = num_heads
+            self.dropout = dropout
+            self.batch_first = batch_first
+            self.add_zero_attn = add_zero_attn
+            self.head_dim = widths.head_dim
+            self.v_head_dim = widths.v_head_dim
+            self.num_kv_heads = widths.num_kv_heads
+            _register_parameters(self, widths, bias, add_bias_kv, factory)
+        self.causal_alignment = causal_alignment
+        self.weights_before_dropout = weights_before_dropout
+        self.zero_sink = sink == "zero"
+        learned = nn.Parameter(torch.zeros(num_heads, **factory)) if sink == "learned" else None
+        self.register_parameter("sink", learned)
+        self._has_options = widths is not None or causal_alignment != "top_left" or weights_before_dropout or bool(sink)
+        _complete(self)
+        if widths is not None:
+            self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        if self._parameters.get("sink") is not None:
+            nn.init.zeros_(self._parameters["sink"])  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """The options that the stock module lacks, where there are any."""
+        if not self._has_options:
+            return ""
+        sink = "'zero'" if self.zero_sink else "'learned'" if self.sink is not None else None
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"v_head_dim={self.v_head_dim}, num_kv_heads={self.num_kv_heads}, out_dim={self.out_proj.out_features}, "
+            f"causal_alignment={self.causal_alignment!r}, weights_before_dropout={self.weights_before_dropout}, "
+            f"sink={sink}"
+        )
 
     # Whether the inputs share one in-projection weight. A scripted nn.TransformerEncoderLayer, which sees no hooks,
     # keeps off its own kernel in evaluation where this is False. Nothing else in TorchScript asks.
@@ -126,7 +213,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 self.q_proj_weight,
                 self.k_proj_weight,
                 self.v_proj_weight,
+                [
+                    self.num_heads * self.head_dim,
+                    self.num_kv_heads * self.head_dim,
+                    self.num_kv_heads * self.v_head_dim,
+                ],
             )
+            sink: Tensor | None = self.sink
+            if self.zero_sink:
+                sink = q.new_zeros([self.num_heads])
             context, weights = torch.ops.fused_mha._multi_head_attention_projected(
                 q,
                 k,
@@ -142,6 +237,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 average_attn_weights,
                 is_causal,
                 self.batch_first,
+                self.num_kv_heads,
+                self.causal_alignment,
+                sink,
+                self.weights_before_dropout,
             )
             output = self.out_proj(context)
             if nested is not None:
@@ -173,7 +272,105 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _refuse_fast_path(self)
+        _complete(self)
+
+
+class _Widths(NamedTuple):
+    """Those of heads and output where they are not all as in the stock module."""
+
+    head_dim: int
+    v_head_dim: int
+    num_kv_heads: int
+    out_dim: int
+
+    @staticmethod
+    def of(
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int | None,
+        v_head_dim: int | None,
+        num_kv_heads: int | None,
+        out_dim: int | None,
+    ) -> "_Widths | None":
+        """None where all are as in the stock module, whose own checks then follow."""
+        given = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": num_kv_heads, "out_dim": out_dim}
+        if all(size is None for size in given.values()):
+            return None
+        for name, size in {"embed_dim": embed_dim, "num_heads": num_heads, **given}.items():
+            if size is not None and size <= 0:
+                raise ValueError(f"fused_mha::MultiheadAttention: {name} must be positive, got {size}")
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                return None
+            head_dim = embed_dim // num_heads
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads != 0:
+            raise ValueError(
+                f"fused_mha::MultiheadAttention: num_kv_heads must divide num_heads = {num_heads}, got {kv_heads}"
+            )
+        widths = _Widths(head_dim, v_head_dim or head_dim, kv_heads, out_dim or embed_dim)
+        stock = (widths.head_dim * num_heads, widths.v_head_dim * num_heads, widths.num_kv_heads, widths.out_dim)
+        return None if stock == (embed_dim, embed_dim, num_heads, embed_dim) else widths
+
+
+def _check_choices(causal_alignment: str, sink: str | None) -> None:
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(
+            "fused_mha::MultiheadAttention: causal_alignment must be 'top_left' or 'bottom_right', got "
+            f"{causal_alignment!r}"
+        )
+    if sink not in (None, "zero", "learned"):
+        raise ValueError(f"fused_mha::MultiheadAttention: sink must be None, 'zero' or 'learned', got {sink!r}")
+
+
+def _register_parameters(
+    module: MultiheadAttention, widths: _Widths, bias: bool, add_bias_kv: bool, factory: dict[str, Any]
+) -> None:
+    """As the stock constructor registers them, in its order, so that one seed gives the C++ module the same numbers."""
+
+    def parameter(name: str, *sizes: int) -> None:
+        module.register_parameter(name, nn.Parameter(torch.empty(sizes, **factory)))
+
+    rows = (
+        module.num_heads * widths.head_dim,
+        widths.num_kv_heads * widths.head_dim,
+        widths.num_kv_heads * widths.v_head_dim,
+    )
+    absent = ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    if module._qkv_same_embed_dim:
+        parameter("in_proj_weight", sum(rows), module.embed_dim)
+    else:
+        columns = (module.embed_dim, module.kdim, module.vdim)
+        for name, row, column in zip(absent, rows, columns, strict=True):
+            parameter(name, row, column)
+        absent = ["in_proj_weight"]
+    if bias:
+        parameter("in_proj_bias", sum(rows))
+    else:
+        absent.append("in_proj_bias")
+    for name in absent:
+        module.register_parameter(name, None)
+    module.out_proj = NonDynamicallyQuantizableLinear(
+        module.num_heads * widths.v_head_dim, widths.out_dim, bias=bias, **factory
+    )
+    if add_bias_kv:
+        parameter("bias_k", 1, 1, rows[1])
+        parameter("bias_v", 1, 1, rows[2])
+    else:
+        module.bias_k = module.bias_v = None
+
+
+def _complete(module: MultiheadAttention) -> None:
+    """What a module has that was made by the stock constructor, or by one of ours that had no options yet."""
+    state = module.__dict__
+    state.setdefault("_has_options", False)
+    state.setdefault("num_kv_heads", module.num_heads)
+    state.setdefault("v_head_dim", module.head_dim)
+    state.setdefault("causal_alignment", "top_left")
+    state.setdefault("weights_before_dropout", False)
+    state.setdefault("zero_sink", False)
+    state["_parameters"].setdefault("sink", None)
+    _refuse_fast_path(module)
 
 
 class _ForwardPreHooks(OrderedDict[int, Callable[..., Any]]):
@@ -210,7 +407,7 @@ def _refuse_fast_path(module: nn.Module) -> None:
     hooks.setdefault(_ForwardPreHooks.MARKER, _no_hook)
 
 
-def _in_parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
+def _in_parameters(module: MultiheadAttention) -> tuple[Tensor | None, ...]:
     """in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, bias_k, bias_v."""
     parameters = module._parameters
     try:
@@ -228,7 +425,7 @@ def _in_parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
         return _in_parameters_by_attribute(module)
 
 
-def _in_parameters_by_attribute(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
+def _in_parameters_by_attribute(module: MultiheadAttention) -> tuple[Tensor | None, ...]:
     """The same where something else answers for an attribute: parametrized, pruned, sharded or traced."""
     return (
         module.in_proj_weight,
@@ -284,11 +481,24 @@ def _any_overrides(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def _thirds(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _parts(packed: Tensor, widths: list[int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of query, key and value."""
+    q, k, v = packed.split(widths, dim)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+def _bias_parts(bias: Tensor | None, widths: list[int]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if bias is None:
         return None, None, None
-    q, k, v = bias.chunk(3)
-    return q, k, v
+    return _parts(bias, widths, 0)
+
+
+def _projected_widths(module: MultiheadAttention) -> list[int]:
+    return [
+        module.num_heads * module.head_dim,
+        module.num_kv_heads * module.head_dim,
+        module.num_kv_heads * module.v_head_dim,
+    ]
 
 
 def _project_in(
@@ -300,33 +510,33 @@ def _project_in(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     v_weight: Tensor | None,
+    widths: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three in-projections, by F.linear alone."""
     if weight is not None:
         if query is key and key is value:
-            q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
-            return q, k, v
+            return _parts(F.linear(query, weight, bias), widths, -1)
         project_whole = False
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             # A statement of its own: TorchScript would compile the call in a condition.
             project_whole = _any_overrides((weight,))
         if project_whole:
             # A subclass may know F.linear and nothing else, no slicing: project whole, keep a third.
-            q, _, _ = F.linear(query, weight, bias).chunk(3, dim=-1)
-            _, k, v = F.linear(key, weight, bias).chunk(3, dim=-1)
+            q, _, _ = _parts(F.linear(query, weight, bias), widths, -1)
+            _, k, v = _parts(F.linear(key, weight, bias), widths, -1)
             if value is not key:
-                _, _, v = F.linear(value, weight, bias).chunk(3, dim=-1)
+                _, _, v = _parts(F.linear(value, weight, bias), widths, -1)
             return q, k, v
-        q_weight, k_weight, v_weight = weight.chunk(3)
+        q_weight, k_weight, v_weight = _parts(weight, widths, 0)
     assert q_weight is not None
     assert k_weight is not None
     assert v_weight is not None
-    q_bias, k_bias, v_bias = _thirds(bias)
+    q_bias, k_bias, v_bias = _bias_parts(bias, widths)
     return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
 
 
 def _project_and_attend(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     in_parameters: tuple[Tensor | None, ...],
     query: Tensor,
     key: Tensor,
@@ -339,8 +549,21 @@ def _project_and_attend(
 ) -> Any:
     """What out_proj is given, and the weights or None. Under torch.fx a proxy of the pair."""
     in_proj_weight, in_proj_bias, q_weight, k_weight, v_weight, bias_k, bias_v = in_parameters
+    q, k, v = _project_in(
+        query,
+        key,
+        value,
+        in_proj_weight,
+        in_proj_bias,
+        q_weight,
+        k_weight,
+        v_weight,
+        _projected_widths(module),
+    )
     return _projected_op(
-        *_project_in(query, key, value, in_proj_weight, in_proj_bias, q_weight, k_weight, v_weight),
+        q,
+        k,
+        v,
         module.num_heads,
         bias_k,
         bias_v,
@@ -352,11 +575,18 @@ def _project_and_attend(
         average_attn_weights,
         is_causal,
         module.batch_first,
+        *(_options(module, q) if module._has_options else ()),
     )
 
 
+def _options(module: MultiheadAttention, like: Tensor) -> tuple[int, str, Tensor | None, bool]:
+    """The arguments of the operator that stand for what the stock module lacks."""
+    sink = like.new_zeros(module.num_heads) if module.zero_sink else module.sink
+    return module.num_kv_heads, module.causal_alignment, sink, module.weights_before_dropout
+
+
 def _padded_forward(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -371,7 +601,7 @@ def _padded_forward(
     out_proj = module._modules["out_proj"]
     assert out_proj is not None
     try:
-        if not _why_out_proj_is_called(out_proj, in_parameters):
+        if not (module.__dict__["_has_options"] or _why_out_proj_is_called(out_proj, in_parameters)):
             output, weights = _forward_op(
                 query,
                 key,
@@ -401,7 +631,7 @@ def _padded_forward(
                 module.batch_first,
             )
             return output, weights
-        if query.size(-1) != module.embed_dim:
+        if not torch.jit.is_tracing() and query.size(-1) != module.embed_dim:  # type: ignore[attr-defined,no-untyped-call]
             raise ValueError(
                 f"fused_mha::MultiheadAttention: query must have width E = {module.embed_dim}, got shape "
                 f"{tuple(query.shape)}"
@@ -426,7 +656,7 @@ def _padded_forward(
 
 
 def _stock_asserts(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -452,7 +682,7 @@ def _stock_asserts(
 
 
 def _nested_forward(
-    module: nn.MultiheadAttention,
+    module: MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,

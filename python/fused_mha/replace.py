@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fused_mha.module import MultiheadAttention, _refuse_fast_path
+from fused_mha.module import MultiheadAttention, _complete
 
 __all__ = ["ReplacementReport", "replace_multihead_attention"]
 
@@ -109,4 +109,5 @@ def _fused_class(kind: type) -> type:
 
 def _change_class(module: nn.MultiheadAttention) -> None:
     module.__class__ = _fused_class(type(module))
-    _refuse_fast_path(module)
+    assert isinstance(module, MultiheadAttention)
+    _complete(module)

@@ -84,6 +84,39 @@ def attention(
     return (weights[..., None] * torch.where(visible[..., None], value[..., None, :, :], 0.0)).sum(-2), weights
 
 
+def every_result(
+    inputs: Inputs,
+    alignment: str = "top_left",
+    sink: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    always_visible_keys: int = 0,
+) -> dict[str, torch.Tensor]:
+    """output, weights, those before dropout, and lse, with a sink (H) and either alignment of causality.
+
+    In the dtype of the inputs: made of float64 ones it is the reference, of others the yardstick for errors. What is
+    hidden must be finite.
+    """
+    query, heads = inputs.query, inputs.query.size(1)
+    key, value = (repeat_heads(t, heads) for t in (inputs.key, inputs.value))
+    sizes = (*query.shape[:3], key.size(2))
+    visible, bias = visible_and_bias(
+        sizes, inputs.key_padding_mask, inputs.attn_mask, inputs.is_causal, always_visible_keys,
+        alignment == "bottom_right",
+    )  # fmt: skip
+    visible, bias = visible.to(query.device), bias.to(query.device, query.dtype)
+    scale = 1.0 / math.sqrt(query.size(-1)) if inputs.scale is None else inputs.scale
+    scores = torch.where(visible, query @ key.transpose(-1, -2) * scale + bias, -math.inf)
+    if sink is not None:
+        of_sink = sink.to(query.dtype).reshape(1, -1, 1, 1).expand(*sizes[:3], 1)
+        scores = torch.cat([scores, of_sink], -1)
+    some = torch.isfinite(scores).any(-1, keepdim=True)
+    weights = torch.where(some, scores, 0.0).softmax(-1)[..., : sizes[3]]
+    before = torch.where(visible & some, weights, 0.0)
+    after = before if keep is None else torch.where(keep, before / (1.0 - dropout_p), 0.0)
+    return {"output": after @ value, "weights": after, "before": before, "lse": scores.logsumexp(-1)}
+
+
 def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
     """Both masks as one float mask in the query's dtype: what users of PyTorch have to build. Differentiable."""
     query, padding = inputs.query, inputs.key_padding_mask

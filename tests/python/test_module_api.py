@@ -41,12 +41,13 @@ def pair(*arguments, **options) -> tuple[fused_mha.MultiheadAttention, nn.Multih
 
 
 def test_signatures_are_those_of_stock() -> None:
+    """Options that stock lacks come behind its own, by keyword alone."""
     for name in ("__init__", "forward"):
-        ours = inspect.signature(getattr(fused_mha.MultiheadAttention, name)).parameters
-        stock = inspect.signature(getattr(nn.MultiheadAttention, name)).parameters
-        assert [(p.name, p.default, p.kind) for p in ours.values()] == [
-            (p.name, p.default, p.kind) for p in stock.values()
-        ]
+        ours = list(inspect.signature(getattr(fused_mha.MultiheadAttention, name)).parameters.values())
+        stock = list(inspect.signature(getattr(nn.MultiheadAttention, name)).parameters.values())
+        assert [(p.name, p.default, p.kind) for p in ours[: len(stock)]] == [(p.name, p.default, p.kind) for p in stock]
+        assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(stock) :])
+        assert (len(ours) == len(stock)) == (name == "forward")
     assert issubclass(fused_mha.MultiheadAttention, nn.MultiheadAttention)
 
 

@@ -33,29 +33,6 @@ def sink_of(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(heads, device=inputs.query.device) - heads // 2).to(dtype) * 0.75
 
 
-def by_formula(
-    inputs: Inputs, alignment: str, sink: torch.Tensor | None, keep: torch.Tensor | None = None, dropout_p: float = 0.0
-) -> dict[str, torch.Tensor]:
-    """output, weights, those before dropout, and lse, in the dtype of the inputs, differentiable by autograd."""
-    query, heads = inputs.query, inputs.query.size(1)
-    key, value = (reference.repeat_heads(t, heads) for t in (inputs.key, inputs.value))
-    sizes = (*query.shape[:3], key.size(2))
-    visible, bias = reference.visible_and_bias(
-        sizes, inputs.key_padding_mask, inputs.attn_mask, inputs.is_causal, bottom_right=alignment == "bottom_right"
-    )
-    visible, bias = visible.to(query.device), bias.to(query.device, query.dtype)
-    scale = 1.0 / math.sqrt(query.size(-1)) if inputs.scale is None else inputs.scale
-    scores = torch.where(visible, query @ key.transpose(-1, -2) * scale + bias, -math.inf)
-    if sink is not None:
-        of_sink = sink.to(query.dtype).reshape(1, -1, 1, 1).expand(*sizes[:3], 1)
-        scores = torch.cat([scores, of_sink], -1)
-    some = torch.isfinite(scores).any(-1, keepdim=True)
-    weights = torch.where(some, scores, 0.0).softmax(-1)[..., : sizes[3]]
-    before = torch.where(visible & some, weights, 0.0)
-    after = before if keep is None else torch.where(keep, before / (1.0 - dropout_p), 0.0)
-    return {"output": after @ value, "weights": after, "before": before, "lse": scores.logsumexp(-1)}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
@@ -64,8 +41,8 @@ def test_forward(case: Case, alignment: str, with_sink: bool, dtype: torch.dtype
     """Output, log-sum-exp and weights against float64, on every instruction set."""
     inputs = case.make(dtype)
     sink = sink_of(inputs) if with_sink else None
-    expected = by_formula(inputs.double(), alignment, sink)
-    yardstick = by_formula(inputs, alignment, sink)
+    expected = reference.every_result(inputs.double(), alignment, sink)
+    yardstick = reference.every_result(inputs, alignment, sink)
     options = {**inputs.options(), "causal_alignment": alignment, "sink": sink}
     output, lse = ops.attention_with_lse(*inputs.tensors(), **options)
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -93,7 +70,7 @@ def test_gradients(case: Case, dtype: torch.dtype, returned: str) -> None:
     results = []
     for one in (exact, own):
         sink = sink_of(inputs).to(one.query.dtype).requires_grad_()
-        results.append((by_formula(one, "bottom_right", sink, keep, p), [*one.leaves(), sink]))
+        results.append((reference.every_result(one, "bottom_right", sink, keep, p), [*one.leaves(), sink]))
     sink = sink_of(inputs, torch.float32).requires_grad_()
     options = {**inputs.options(), "causal_alignment": "bottom_right", "sink": sink, "dropout_p": p}
     torch.manual_seed(11)
