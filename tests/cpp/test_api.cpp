@@ -208,6 +208,40 @@ TEST_CASE("manual_seed makes dropout reproducible") {
   CHECK(torch::equal(nothing, torch::zeros_like(query)));
 }
 
+TEST_CASE("causality from the bottom right, a sink, log-sum-exps") {
+  torch::manual_seed(7);
+  const auto query = random_tensor({2, 4, 3, 8});
+  const auto key = random_tensor({2, 2, 5, 8});
+  const auto value = random_tensor({2, 2, 5, 6});
+  const auto sink = random_tensor({4}).requires_grad_();
+  const auto hidden = torch::ones({3, 5}, torch::kBool).triu(3);
+  auto scores = query.matmul(key.repeat_interleave(2, 1).transpose(-1, -2)) / std::sqrt(8.0);
+  scores = torch::cat({scores.masked_fill(hidden, -kInfinity), sink.view({1, 4, 1, 1}).expand({2, 4, 3, 1})}, -1);
+  const auto weights = scores.softmax(-1).narrow(-1, 0, 5);
+
+  const auto options = AttentionOptions().is_causal(true).causal_alignment("bottom_right").sink(sink);
+  const auto [output, lse] = fused_mha::attention_with_lse(query, key, value, options);
+  CHECK(all_close(output, expected_output(weights, value)));
+  CHECK(all_close(lse, scores.logsumexp(-1)));
+  CHECK(torch::equal(fused_mha::attention(query, key, value, options), output));
+  CHECK(all_close(std::get<1>(fused_mha::attention_with_weights(query, key, value, options)), weights.mean(1)));
+  const auto found = torch::autograd::grad({output.sum() + lse.sin().sum()}, {sink})[0];
+  const auto expected =
+      torch::autograd::grad({expected_output(weights, value).sum() + scores.logsumexp(-1).sin().sum()}, {sink})[0];
+  CHECK(all_close(found, expected));
+}
+
+TEST_CASE("weights before dropout are those of a call without it") {
+  torch::manual_seed(8);
+  const auto x = random_tensor({2, 2, 6, 8});
+  const auto options = AttentionOptions().average_attn_weights(false);
+  const auto undropped = std::get<1>(fused_mha::attention_with_weights(x, x, x, options));
+  const auto dropping = AttentionOptions(options).dropout_p(0.5).weights_before_dropout(true);
+  const auto [output, weights] = fused_mha::attention_with_weights(x, x, x, dropping);
+  CHECK(all_close(weights, undropped));
+  CHECK_FALSE(all_close(output, fused_mha::attention(x, x, x)));
+}
+
 TEST_CASE("empty sizes are legal") {
   for (const auto& [batch, rows, keys] : {std::tuple(0, 3, 4), std::tuple(2, 0, 4), std::tuple(2, 3, 0)}) {
     auto query = random_tensor({batch, 2, rows, 4}).requires_grad_();

@@ -226,6 +226,81 @@ TEST_CASE("clone, save and load keep the numbers") {
   CHECK(torch::equal(std::get<0>(loaded->forward(x, x, x)), wanted));
 }
 
+TEST_CASE("options that stock lacks: parameters, values, gradients") {
+  torch::manual_seed(9);
+  for (const bool packed : {true, false}) {
+    for (const char* kind : {"none", "zero", "learned"}) {
+      INFO("packed " << packed << ", sink " << kind);
+      auto options = MultiheadAttentionOptions(10, 4)
+                         .head_dim(3)
+                         .v_head_dim(5)
+                         .num_kv_heads(2)
+                         .out_dim(7)
+                         .batch_first(true)
+                         .causal_alignment("bottom_right");
+      if (!packed) options.kdim(6).vdim(9);
+      if (kind != std::string("none")) options.sink(kind);
+      auto module = make(options);
+      const auto parameters = module->named_parameters();
+      if (packed) {
+        CHECK(parameters["in_proj_weight"].sizes() == at::IntArrayRef({12 + 6 + 10, 10}));
+      } else {
+        CHECK(parameters["q_proj_weight"].sizes() == at::IntArrayRef({12, 10}));
+        CHECK(parameters["k_proj_weight"].sizes() == at::IntArrayRef({6, 6}));
+        CHECK(parameters["v_proj_weight"].sizes() == at::IntArrayRef({10, 9}));
+      }
+      CHECK(parameters["out_proj.weight"].sizes() == at::IntArrayRef({7, 20}));
+      CHECK(parameters.contains("sink") == (kind == std::string("learned")));
+      Tensor sink = torch::full({4}, -std::numeric_limits<double>::infinity(), torch::kDouble);
+      if (kind == std::string("zero")) sink = torch::zeros({4}, torch::kDouble);
+      if (module->sink.defined()) {
+        const torch::NoGradGuard no_grad;
+        CHECK_FALSE(module->sink.any().item<bool>());
+        module->sink.normal_();
+      }
+      if (module->sink.defined()) sink = module->sink;
+
+      const auto query = random_tensor({2, 3, 10});
+      const auto key = random_tensor({2, 5, packed ? 10 : 6});
+      const auto value = random_tensor({2, 5, packed ? 10 : 9});
+      const auto weights =
+          packed ? module->in_proj_weight.split_with_sizes({12, 6, 10})
+                 : std::vector<Tensor>{module->q_proj_weight, module->k_proj_weight, module->v_proj_weight};
+      const auto bias = module->in_proj_bias.split_with_sizes({12, 6, 10});
+      const auto heads = [](const Tensor& x, std::int64_t count) {
+        return x.unflatten(-1, {count, -1}).transpose(1, 2).repeat_interleave(4 / count, 1);
+      };
+      const auto q = heads(torch::linear(query, weights[0], bias[0]), 4);
+      const auto k = heads(torch::linear(key, weights[1], bias[1]), 2);
+      const auto v = heads(torch::linear(value, weights[2], bias[2]), 2);
+      const auto hidden = torch::ones({3, 5}, torch::kBool).triu(3);
+      const auto scores = (q.matmul(k.transpose(-1, -2)) / std::sqrt(3.0))
+                              .masked_fill(hidden, -std::numeric_limits<double>::infinity());
+      const auto attention =
+          torch::cat({scores, sink.view({1, 4, 1, 1}).expand({2, 4, 3, 1})}, -1).softmax(-1).narrow(-1, 0, 5);
+      const auto wanted = module->out_proj->forward(attention.matmul(v).transpose(1, 2).flatten(2));
+      const auto [output, found] =
+          module->forward(query, key, value, MultiheadAttentionForwardOptions().is_causal(true));
+      CHECK(all_close(output, wanted));
+      CHECK(all_close(found, attention.mean(1)));
+      const auto gradients = torch::autograd::grad({output.pow(2).sum()}, module->parameters());
+      const auto expected_gradients = torch::autograd::grad({wanted.pow(2).sum()}, module->parameters());
+      for (std::size_t i = 0; i < gradients.size(); ++i) CHECK(all_close(gradients[i], expected_gradients[i]));
+    }
+  }
+}
+
+TEST_CASE("weights are returned from before dropout where options say so") {
+  torch::manual_seed(10);
+  auto module = make(MultiheadAttentionOptions(8, 2).dropout(0.5).weights_before_dropout(true));
+  const auto x = random_tensor({4, 3, 8});
+  const auto dropped = module->forward(x, x, x);
+  module->eval();
+  const auto undropped = module->forward(x, x, x);
+  CHECK(all_close(std::get<1>(dropped), std::get<1>(undropped)));
+  CHECK_FALSE(all_close(std::get<0>(dropped), std::get<0>(undropped)));
+}
+
 TEST_CASE("the module prints its options and lives in an AnyModule") {
   const MultiheadAttention module(MultiheadAttentionOptions(8, 2).dropout(0.25));
   std::ostringstream text;
@@ -250,4 +325,12 @@ TEST_CASE("wrong options and inputs are named") {
       module->forward(key, key, key,
                       MultiheadAttentionForwardOptions().key_padding_mask(torch::zeros({4, 3}, torch::kInt))),
       c10::TypeError);
+  CHECK_THROWS_WITH(MultiheadAttention(MultiheadAttentionOptions(8, 4).num_kv_heads(3)),
+                    contains("fused_mha::MultiheadAttention: num_kv_heads must divide num_heads = 4, got 3"));
+  CHECK_THROWS_WITH(MultiheadAttention(MultiheadAttentionOptions(8, 4).head_dim(0)),
+                    contains("fused_mha::MultiheadAttention: head_dim must be positive, got 0"));
+  CHECK_THROWS_WITH(MultiheadAttention(MultiheadAttentionOptions(8, 4).causal_alignment("left")),
+                    contains("causal_alignment must be 'top_left' or 'bottom_right', got 'left'"));
+  CHECK_THROWS_WITH(MultiheadAttention(MultiheadAttentionOptions(8, 4).sink("one")),
+                    contains("sink must be 'zero' or 'learned', or absent, got 'one'"));
 }
