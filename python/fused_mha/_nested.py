@@ -42,6 +42,16 @@ def padding(sample_lengths: Tensor, longest: int) -> Tensor:
     return hidden
 
 
+def hidden_from_bottom_right(
+    query_lengths: Tensor, key_lengths: Tensor, longest_query: int, longest_key: int
+) -> Tensor:
+    """(N, 1, L, S) bool, True where causality hides that counts from the ends of each sample's query and key."""
+    keys = torch.arange(longest_key, device=key_lengths.device)
+    rows = torch.arange(longest_query, device=key_lengths.device).unsqueeze(1)
+    hidden: Tensor = keys > rows + (key_lengths - query_lengths).view(-1, 1, 1)
+    return hidden.unsqueeze(1)
+
+
 def hide_weights(weights: Tensor | None, sample_lengths: Tensor) -> Tensor | None:
     """Weights (N, L, S) or (N, H, L, S) with zeros in the rows beyond each sample's end."""
     if weights is None:

@@ -681,6 +681,13 @@ def _stock_asserts(
     return attn_mask.dim() != 3 or dims == 2
 
 
+def _lengths(tensor: Tensor) -> Tensor:
+    """Length of each sample, (N), of a nested tensor or of a batch of equal ones."""
+    if tensor.is_nested:
+        return _nested.lengths(tensor)
+    return torch.full((tensor.size(0),), tensor.size(1), device=tensor.device)
+
+
 def _nested_forward(
     module: MultiheadAttention,
     query: Tensor,
@@ -715,6 +722,11 @@ def _nested_forward(
                 "fused_mha::MultiheadAttention: key and value must have the same length in each sample"
             )
         key_padding_mask = _nested.padding(key_lengths, padded_key.size(1))
+    if is_causal and attn_mask is None and module.causal_alignment == "bottom_right" and key is not query:
+        # Each sample has a bottom right corner of its own, not that of the padded form.
+        attn_mask = _nested.hidden_from_bottom_right(
+            _lengths(query), _lengths(key), padded_query.size(1), padded_key.size(1)
+        )
     output, weights = _padded_forward(
         module,
         padded_query,

@@ -251,6 +251,25 @@ def test_nested_tensors(layout: torch.layout) -> None:
         torch.testing.assert_close(found, module(sample, sample, sample)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dense", ["", "query", "key"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+def test_nested_samples_have_a_bottom_right_corner_each(layout: torch.layout, dense: str) -> None:
+    """Not that of the padded form, also where there are more queries than keys."""
+    module = make(**ALL_AT_ONCE, add_bias_kv=True).eval()
+    lengths = {"query": (2, 5, 1), "key": (7, 3, 4)}
+    lengths |= {dense: (4, 4, 4)} if dense else {}
+    samples = {name: [torch.randn(length, E) for length in lengths[name]] for name in lengths}
+    given = {
+        name: torch.stack(parts) if name == dense else torch.nested.nested_tensor(parts, layout=layout)
+        for name, parts in samples.items()
+    }
+    output, weights = module(given["query"], given["key"], given["key"], is_causal=True)
+    for n, (query, key) in enumerate(zip(*samples.values(), strict=True)):
+        expected, own_weights = module(query, key, key, is_causal=True)
+        torch.testing.assert_close(output[n], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights[n, : len(query), : len(key)], own_weights[:, : len(key)])
+
+
 def test_autocast() -> None:
     module = make(**ALL_AT_ONCE)
     x = torch.randn(2, 5, E)
