@@ -3,10 +3,21 @@
 // Attention and its gradients written in PyTorch's own differentiable operations: not fused, with tensors of shape
 // (N, H, L, S). Forward-mode and second-order derivatives come from here; first-order ones never do.
 //
-//   S = scale Q K^T + M         P = softmax of S over visible keys and sink, 0 where hidden    Z = keep / (1 -
-//   dropout_p) W = P Z                     O = W V              lse = log-sum-exp of S and sink dP = (dO V^T + gW) Z
-//   with gW outside of the brackets where W is returned before dropout dS = P (dP - delta)         delta = rowsum(P dP)
-//   - glse dQ = scale dS K             dK = scale dS^T Q    dV = W^T dO    dM = dS    d sink = -p_sink delta
+//   S = scale Q K^T + M
+//   P = softmax of S over visible keys and sink, 0 where hidden
+//   Z = keep / (1 - dropout_p)
+//   W = P Z
+//   O = W V
+//   lse = log-sum-exp of S and sink
+//
+//   dP = (dO V^T + gW) Z, or dO V^T Z + gW where weights are returned from before dropout
+//   delta = rowsum(P dP) - glse
+//   dS = P (dP - delta)
+//   dQ = scale dS K
+//   dK = scale dS^T Q
+//   dV = W^T dO
+//   dM = dS
+//   d sink = -p_sink delta
 //
 // Sums are kept in float (double for float64 inputs). What is hidden changes nothing, be it NaN; a visible number that
 // is not finite makes NaN of all that it has a part in.
