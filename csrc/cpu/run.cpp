@@ -155,9 +155,11 @@ void for_each_item(const Parallel& parallel, std::int64_t count, std::size_t scr
 template <typename Calls, typename Count, typename Body>
 void for_each_part(const Parallel& parallel, const Calls& calls, std::size_t scratch_bytes, const Count& count,
                    const Body& body) {
-  std::vector<std::int64_t> ends;
   std::int64_t end = 0;
-  for (const auto& call : calls) ends.push_back(end += count(call));
+  for (const auto& call : calls) end += count(call);
+  if (end == 0) return;
+  std::vector<std::int64_t> ends;
+  for (const auto& call : calls) ends.push_back((ends.empty() ? 0 : ends.back()) + count(call));
   for_each_item(parallel, end, scratch_bytes, [&](std::int64_t i, std::byte* memory) {
     const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), i) - ends.begin());
     body(calls[at], i - (at == 0 ? 0 : ends[at - 1]), memory);
@@ -735,19 +737,26 @@ std::vector<Costed<AdditiveItem>> additive_items(const AdditiveForwardPlan& plan
   return dearest_first(std::move(items));
 }
 
+/// Calls body(n, h, block, scratch) for all blocks of rows.
+template <typename Body>
+void for_each_block(const CallConstants& call, const Parallel& parallel, std::size_t scratch_bytes, const Body& body) {
+  const std::int64_t heads = call.problem->heads;
+  const std::int64_t blocks = call.blocks_per_head;
+  for_each_item(parallel, call.problem->batch * heads * blocks, scratch_bytes, [&](std::int64_t i, std::byte* memory) {
+    body(i / blocks / heads, i / blocks % heads, i % blocks, memory);
+  });
+}
+
 void run_additive_deltas(const AdditiveBackwardPlan& plan, const KernelTable& kernels, const Parallel& parallel) {
-  const AttentionProblem& problem = *plan.attention.call.problem;
-  const std::int64_t blocks = plan.attention.call.blocks_per_head;
-  // Of dO . O, which needs no scores.
-  BackwardPlan of_output = plan.attention;
+  const CallConstants& call = plan.attention.call;
+  BackwardPlan of_output = plan.attention;  // of dO . O, which needs no scores
   of_output.inputs.grad_weights = {};
-  run_deltas(of_output, kernels, parallel);
+  for_each_block(call, parallel, kernels.delta_scratch(of_output),
+                 [&](auto n, auto h, auto block, std::byte* memory) { kernels.delta(of_output, n, h, block, memory); });
   if (!plan.attention.inputs.grad_weights) return;
-  for_each_item(parallel, problem.batch * problem.heads * blocks, kernels.additive_backward_scratch(plan),
-                [&](std::int64_t i, std::byte* memory) {
-                  kernels.additive_weight_delta(plan, i / blocks / problem.heads, i / blocks % problem.heads,
-                                                i % blocks, memory);
-                });
+  for_each_block(
+      call, parallel, kernels.additive_backward_scratch(plan),
+      [&](auto n, auto h, auto block, std::byte* memory) { kernels.additive_weight_delta(plan, n, h, block, memory); });
 }
 
 /// score_weight's gradient: the parts of all samples and key splits in order, and of all heads where they share it.
@@ -780,7 +789,7 @@ void reduce_score_weight(const AdditiveBackwardPlan& plan, std::int64_t padded, 
 void additive_attention_forward(const AttentionProblem& problem, const core::View& score_weight,
                                 const core::ForwardOutputs& outputs, const Parallel& parallel) {
   if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return;
-  const Parallel schedule = schedule_for(problem, parallel);
+  const Parallel schedule = schedule_for({&problem, 1}, parallel);
   const MaskPlan masks(problem, schedule);
   AdditiveForwardPlan plan{make_constants(problem, masks), score_weight, outputs};
   if (outputs.weights_mode == core::WeightsMode::kNone) {
@@ -800,7 +809,7 @@ void additive_attention_forward(const AttentionProblem& problem, const core::Vie
 void additive_attention_backward(const AttentionProblem& problem, const core::View& score_weight,
                                  const core::BackwardInputs& inputs, const core::BackwardOutputs& outputs,
                                  const core::MutableView& grad_score_weight, const Parallel& parallel) {
-  const Parallel schedule = schedule_for(problem, parallel);
+  const Parallel schedule = schedule_for({&problem, 1}, parallel);
   const MaskPlan masks(problem, schedule);
   const KernelTable& kernels = kernels_for(problem.query.dtype);
   const std::size_t element = accumulator_size(problem.query.dtype);
@@ -831,12 +840,17 @@ void additive_attention_backward(const AttentionProblem& problem, const core::Vi
       partials = allocate(static_cast<std::size_t>(rows * padded) * element);
       attention.query_partials = partials.get();
     }
-    const std::vector<Costed<BackwardItem>> items = backward_items(attention);
+    std::vector<Costed<BackwardItem>> items;
+    add_items(attention, 0, items);
+    items = dearest_first(std::move(items));
     for_each_item(schedule, static_cast<std::int64_t>(items.size()), kernels.additive_backward_scratch(plan),
                   [&](std::int64_t i, std::byte* memory) {
                     kernels.additive_backward(plan, items[static_cast<std::size_t>(i)].item, memory);
                   });
-    if (attention.key_splits > 1 && outputs.grad_query) run_query_reduction(attention, kernels, schedule);
+    if (attention.key_splits > 1 && outputs.grad_query) {
+      for_each_block(attention.call, schedule, 0,
+                     [&](auto n, auto h, auto block, std::byte*) { kernels.reduce_query(attention, n, h, block); });
+    }
   }
   const bool is_double = problem.query.dtype == DType::kFloat64;
   if (outputs.grad_key_padding_mask) {

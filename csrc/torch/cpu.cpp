@@ -126,7 +126,7 @@ AdditiveBackwardResult additive_attention_backward_cpu(
   const auto& [grad_query, grad_key, grad_value, grad_score_weight, grad_padding, grad_mask] = result;
   cpu::additive_attention_backward(to_problem(arguments), to_score_weight(score_weight),
                                    to_backward_inputs(arguments, backward),
-                                   to_backward_outputs({grad_query, grad_key, grad_value, grad_padding, grad_mask},
+                                   to_backward_outputs({grad_query, grad_key, grad_value, grad_padding, grad_mask, {}},
                                                        without_score_weight(output_mask)),
                                    to_grad_score_weight(grad_score_weight, output_mask[3]), torch_threads());
   return result;

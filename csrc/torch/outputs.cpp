@@ -95,7 +95,7 @@ BackwardResult allocate_backward(const AttentionArguments& a, const GradientMask
 
 AdditiveBackwardResult allocate_additive_backward(const AttentionArguments& a, const at::Tensor& score_weight,
                                                   const AdditiveGradientMask& wanted) {
-  auto [query, key, value, padding, mask] = allocate_backward(a, without_score_weight(wanted));
+  auto [query, key, value, padding, mask, sink] = allocate_backward(a, without_score_weight(wanted));
   return {query, key, value, empty_like_input(score_weight, wanted[3]), padding, mask};
 }
 

@@ -267,8 +267,11 @@ void check_case(const Case& c, bool weight_per_head, double feature_spread) {
   for (const WeightsMode mode : {WeightsMode::kNone, WeightsMode::kAveraged}) {
     INFO("weights mode " << static_cast<int>(mode));
     const core::View weights_grad = mode == WeightsMode::kNone ? core::View{} : grad_weights.read();
-    const core::ReferenceBackward of_scores =
-        core::reference_backward(a.as_plain, grad_output.read(), weights_grad, mode);
+    core::BackwardInputs gradients;
+    gradients.grad_output = grad_output.read();
+    gradients.grad_weights = weights_grad;
+    gradients.weights_mode = mode;
+    const core::ReferenceBackward of_scores = core::reference_backward(a.as_plain, gradients);
     const Expected want = expected_gradients(a, of_scores.grad_scores);
     const BackwardResult got = run_backward(a, plain, grad_output.read(), weights_grad, mode);
     CHECK(relative_error(got.query, want.query) <= kBackwardEpsilons * epsilon);
