@@ -159,6 +159,7 @@ void for_each_part(const Parallel& parallel, const Calls& calls, std::size_t scr
   for (const auto& call : calls) end += count(call);
   if (end == 0) return;
   std::vector<std::int64_t> ends;
+  ends.reserve(calls.size());
   for (const auto& call : calls) ends.push_back((ends.empty() ? 0 : ends.back()) + count(call));
   for_each_item(parallel, end, scratch_bytes, [&](std::int64_t i, std::byte* memory) {
     const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), i) - ends.begin());

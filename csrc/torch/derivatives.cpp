@@ -259,7 +259,7 @@ Tensor Unfused::grad_of_probabilities(const BackwardArguments& b) const {
 }
 
 Tensor Unfused::delta(const BackwardArguments& b, const Tensor& grad_of_probabilities) const {
-  const auto of_weights = mean(grad_of_probabilities);
+  auto of_weights = mean(grad_of_probabilities);
   if (!has_tensor(b.grad_weights) || arguments_.weights_mode != kLogSumExp) return of_weights;
   return of_weights - b.grad_weights->unsqueeze(-1);
 }
