@@ -77,29 +77,29 @@ FUSED_MHA_INLINE void load_transposed(const RowPointer& row, Vec<T> (&square)[kL
 /// pack_transposed for one storage type; in order: rows.positions is null and columns lie side by side.
 template <typename T, std::int64_t kWidth, bool kInOrder, typename Storage>
 static bool pack_transposed_from(const Storage* base, const Matrix& from, const KeySpan& rows, std::int64_t columns,
-                                 T factor, T* out) {
+                                 T factor, T* out, std::int64_t width) {
   constexpr std::int64_t kStep = kLanes<T>;
   static_assert(kWidth % kStep == 0);
   const Vec<T> scale = broadcast<T>(factor);
   Vec<T> probe{};  // stays 0 while everything is finite: inf * 0 and NaN * 0 are NaN
-  for (std::int64_t first = 0; first < kWidth; first += kStep) {
+  for (std::int64_t first = 0; first < width; first += kStep) {
     const std::int64_t height = rows.count - first;
     for (std::int64_t column = 0; column < columns; column += kStep) {
-      const std::int64_t width = columns - column < kStep ? columns - column : kStep;
+      const std::int64_t left = columns - column < kStep ? columns - column : kStep;
       Vec<T> square[kStep];
-      if (kInOrder && height >= kStep && width == kStep) {
+      if (kInOrder && height >= kStep && left == kStep) {
         const Storage* corner = base + rows[first] * from.row_stride + column;
         load_transposed<T>([&](std::int64_t i) { return corner + i * from.row_stride; }, square);
       } else {
         for (std::int64_t i = 0; i < kStep; ++i) {
           square[i] = i < height ? load_some<T>(base + rows[first + i] * from.row_stride + column * from.column_stride,
-                                                from.column_stride, width)
+                                                from.column_stride, left)
                                  : Vec<T>{};
         }
         transpose<T>(square);
       }
       T* target = out + column * kWidth + first;
-      for (std::int64_t j = 0; j < width; ++j) {
+      for (std::int64_t j = 0; j < left; ++j) {
         probe = fma(square[j], Vec<T>{}, probe);
         store<T>(target + j * kWidth, square[j] * scale);
       }
@@ -109,15 +109,16 @@ static bool pack_transposed_from(const Storage* base, const Matrix& from, const 
   return sum != sum;
 }
 
-/// out[column][kWidth] = factor * rows, transposed; kWidth >= rows.count, zeros behind the last row. Returns whether
-/// any element is NaN or infinite.
+/// out[column][kWidth] = factor * rows, transposed, zeros behind the last row up to `width` or the end of its vector;
+/// kWidth >= width >= rows.count. Returns whether any element is NaN or infinite.
 template <typename T, std::int64_t kWidth>
-static bool pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out) {
+static bool pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out,
+                            std::int64_t width = kWidth) {
   bool not_finite = false;
   with_storage<T>(from.data, from.dtype, [&](const auto* base) {
     not_finite = rows.positions == nullptr && from.column_stride == 1
-                     ? pack_transposed_from<T, kWidth, true>(base, from, rows, columns, factor, out)
-                     : pack_transposed_from<T, kWidth, false>(base, from, rows, columns, factor, out);
+                     ? pack_transposed_from<T, kWidth, true>(base, from, rows, columns, factor, out, width)
+                     : pack_transposed_from<T, kWidth, false>(base, from, rows, columns, factor, out, width);
   });
   return not_finite;
 }

@@ -133,12 +133,13 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& siz
   const Matrix query = matrix_of(problem.query, block.n, block.h);
   rows.block = block;
   for (DropoutGroup& group : rows.dropout) group.group = -1;
+  const std::int64_t width = score_rows_read(block.rows);
   rows.not_finite = pack_transposed<T, kBlockRows>(query, span, problem.head_dim,
-                                                   static_cast<T>(plan.call.query_factor), rows.queries);
+                                                   static_cast<T>(plan.call.query_factor), rows.queries, width);
   rows.query_rows = rows_where_they_lie<T>(query, span, problem.head_dim, sizes.padded_d, rows.packed_queries);
   if (plan.inputs.grad_output) {
     const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
-    rows.not_finite |= pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads);
+    rows.not_finite |= pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads, width);
     rows.grad_rows = rows_where_they_lie<T>(grad, span, problem.value_dim, sizes.padded_dv, rows.packed_grads);
   } else {
     for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = T{0};
@@ -187,12 +188,12 @@ template <typename T>
 static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, const GradKeys<T>& keys,
                             GradTile<T>& tile, Prefetcher& prefetcher) {
   const std::int64_t depth = call.problem->head_dim;
-  const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
   if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
-    score_group<T, false, kBackwardKeys>(rows.queries, row_groups, keys.keys_transposed + group * kGroupKeys * depth,
-                                         depth, tile.weights + group * kGroupKeys, tile.best, prefetcher);
+    score_group<T, false, kBackwardKeys>(
+        rows.queries, rows.block.rows, keys.keys_transposed + group * kGroupKeys * depth,
+        keys.keys.count - group * kGroupKeys, depth, tile.weights + group * kGroupKeys, tile.best, prefetcher);
   }
   if (tile.mask->any_mixed) {
     mask_tile<T, kBackwardKeys>(call, rows.block, keys.keys, keys.key_bias, tile.weights, tile.best, *tile.mask);
@@ -252,7 +253,6 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
                           Prefetcher& prefetcher) {
   const CallConstants& call = plan.call;
   const std::int64_t value_depth = call.problem->value_dim;
-  const std::int64_t row_groups = (rows.block.rows + kScoreRows - 1) / kScoreRows;
   score_grad_tile<T>(call, rows, keys, tile, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) {
@@ -263,8 +263,9 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
         }
       }
     } else {
-      score_group<T, false, kBackwardKeys>(rows.grads, row_groups,
-                                           keys.values_transposed + group * kGroupKeys * value_depth, value_depth,
+      score_group<T, false, kBackwardKeys>(rows.grads, rows.block.rows,
+                                           keys.values_transposed + group * kGroupKeys * value_depth,
+                                           keys.keys.count - group * kGroupKeys, value_depth,
                                            tile.score_grads + group * kGroupKeys, tile.best, prefetcher);
     }
   }
@@ -283,18 +284,19 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
   }
 }
 
-/// The visible groups' hull, widened to whole register tiles: keys [begin, end) of the step.
+/// The visible groups' hull: keys [begin, end) of the step, begin a multiple of kRankRowQuantum.
 struct KeyHull {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 };
 
-static KeyHull visible_hull(const TileMask<kBackwardKeys>& mask) {
+static KeyHull visible_hull(const TileMask<kBackwardKeys>& mask, std::int64_t keys) {
   std::int64_t first = 0;
   while (mask.is_hidden(first)) ++first;
   std::int64_t last = TileMask<kBackwardKeys>::kGroups - 1;
   while (mask.is_hidden(last)) --last;
-  return {first * kGroupKeys / kRankRowQuantum * kRankRowQuantum, round_up((last + 1) * kGroupKeys, kRankRowQuantum)};
+  const std::int64_t end = (last + 1) * kGroupKeys;
+  return {first * kGroupKeys / kRankRowQuantum * kRankRowQuantum, end < keys ? end : keys};
 }
 
 /// The three rank updates where an operand is not finite: only visible pairs may meet.
@@ -336,15 +338,15 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
   if ((tile.mask->any_mixed || tile.mask->any_hidden) && (rows.not_finite || keys.keys_not_finite)) {
     accumulate_visible_grads<T>(sizes, rows, keys, tile);
   } else {
-    const KeyHull hull = visible_hull(*tile.mask);
+    const KeyHull hull = visible_hull(*tile.mask, keys.keys.count);
     const std::int64_t count = hull.end - hull.begin;
     rank_update<T, 1, kBackwardKeys>(tile.weights + hull.begin, count, rows.grad_rows, sizes.padded_dv, rows.block.rows,
                                      keys.value_grad + hull.begin * sizes.padded_dv, true);
     rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
                                      rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
-    rank_update<T, kBackwardKeys, 1>(
-        tile.score_grads + hull.begin, rows.block.rows, keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d,
-        (hull.end < keys.keys.count ? hull.end : keys.keys.count) - hull.begin, rows.query_grad, rows.started);
+    rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
+                                     keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d, count,
+                                     rows.query_grad, rows.started);
   }
   rows.started = true;
 }
@@ -473,8 +475,9 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
   GradKeys<T>& keys = scratch.keys;
   const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
   pack_grad_keys<T>(call, sizes, item.n, item.kv_head, keys);
-  for (std::int64_t i = 0; i < kBackwardKeys * sizes.padded_d; ++i) keys.key_grad[i] = T{0};
-  for (std::int64_t i = 0; i < kBackwardKeys * sizes.padded_dv; ++i) keys.value_grad[i] = T{0};
+  const std::int64_t sums = round_up(keys.keys.count, kRankRowQuantum);
+  for (std::int64_t i = 0; i < sums * sizes.padded_d; ++i) keys.key_grad[i] = T{0};
+  for (std::int64_t i = 0; i < sums * sizes.padded_dv; ++i) keys.value_grad[i] = T{0};
   for (std::int64_t i = 0; i < kBackwardKeys; ++i) keys.bias_grad[i] = T{0};
   for (std::int64_t i = 0; i < scratch.blocks; ++i) {
     GradRows<T>& rows = scratch.rows[i];

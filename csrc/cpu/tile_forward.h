@@ -148,8 +148,9 @@ template <typename T>
 static bool pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, T* out) {
   bool not_finite = false;
   for (std::int64_t group = 0; group * kGroupKeys < keys.count; ++group) {
+    const KeySpan part = group_of(keys, group);
     not_finite |=
-        pack_transposed<T, kGroupKeys>(from, group_of(keys, group), columns, T{1}, out + group * kGroupKeys * columns);
+        pack_transposed<T, kGroupKeys>(from, part, columns, T{1}, out + group * kGroupKeys * columns, part.count);
   }
   return not_finite;
 }
@@ -166,7 +167,7 @@ static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const Ro
     pack_rows<T>(query, rows, problem.head_dim, round_up(problem.head_dim, kLanes<T>), kFewRows, factor, state.queries);
     for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) state.output[i] = T{0};
   } else {
-    pack_transposed<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries);
+    pack_transposed<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries, score_rows_read(block.rows));
   }
   for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
@@ -341,15 +342,16 @@ static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& ma
 template <typename T>
 static void score_tile_groups(const KeyTile<T>& keys, const RowState<T>& state, std::int64_t depth,
                               const TileMask<kForwardKeys>& mask, T* tile, T* best, Prefetcher& prefetcher) {
-  const std::int64_t row_groups = (state.block.rows + kScoreRows - 1) / kScoreRows;
+  const std::int64_t rows = state.block.rows;
   for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
     if (mask.is_hidden(group)) continue;
     const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
     T* scores = tile + group * kGroupKeys;
+    const std::int64_t count = keys.keys.count - group * kGroupKeys;
     if (mask.is_mixed(group)) {
-      score_group<T, false, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best, prefetcher);
+      score_group<T, false, kForwardKeys>(state.queries, rows, columns, count, depth, scores, best, prefetcher);
     } else {
-      score_group<T, true, kForwardKeys>(state.queries, row_groups, columns, depth, scores, best, prefetcher);
+      score_group<T, true, kForwardKeys>(state.queries, rows, columns, count, depth, scores, best, prefetcher);
     }
   }
 }

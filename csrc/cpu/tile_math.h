@@ -2,8 +2,8 @@
 //
 // The register tiles: small matrix products whose sums stay in registers. Everything else moves data to them.
 //
-//   score_tile   out[r][c] = sum_d a[d][r] * b[d][c]        rows kScoreRows, columns kScoreVectors vectors
-//   rank_update  out[r][c] (+)= sum_k a(r, k) * b[k][c]     rows and columns chosen to fill the registers
+//   score_tile   out[r][c] = sum_d a[d][r] * b[d][c]        rows kScoreRows, columns kScoreVectors vectors; less at
+//   ends rank_update  out[r][c] (+)= sum_k a(r, k) * b[k][c]     rows and columns chosen to fill the registers
 //
 // No torch. Part of a kernel unit: include after simd/vec_*.h.
 #pragma once
@@ -15,11 +15,9 @@ namespace fused_mha::cpu::FUSED_MHA_ISA {
 
 /// One register tile of scores. a: [depth][kBlockRows], b: [depth][kGroupKeys], pointing at the tile's first row and
 /// column; out: rows kLd apart. With kTrackMax the lanewise maximum of each row is folded into best[r * lanes].
-template <typename T, bool kTrackMax, std::int64_t kLd>
+template <typename T, int kRows, int kVectors, bool kTrackMax, std::int64_t kLd>
 FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, std::int64_t depth, T* __restrict out,
                                  T* __restrict best) {
-  constexpr int kRows = kScoreRows;
-  constexpr int kVectors = kScoreVectors;
   Vec<T> sums[kRows][kVectors] = {};
   for (std::int64_t d = 0; d < depth; ++d) {
     Vec<T> columns[kVectors];
@@ -45,16 +43,43 @@ FUSED_MHA_INLINE void score_tile(const T* __restrict a, const T* __restrict b, s
   }
 }
 
-/// All rows of a block against one group of keys: out[row][0 .. kGroupKeys).
+/// Rows of the tiles that a block's last rows go into where few are left.
+inline constexpr int kScoreTailRows = kScoreRows / 3;
+static_assert(kBlockRows % kScoreRows == 0 && kScoreRows % kScoreTailRows == 0);
+
+/// Rows that score_group reads for `rows` rows: [depth][kBlockRows] has to hold numbers up to there.
+constexpr std::int64_t score_rows_read(std::int64_t rows) {
+  const std::int64_t left = rows % kScoreRows;
+  const std::int64_t tail = (left + kScoreTailRows - 1) / kScoreTailRows * kScoreTailRows;
+  return rows - left + tail;
+}
+
+/// score_group for columns of kVectors vectors.
+template <typename T, int kVectors, bool kTrackMax, std::int64_t kLd>
+FUSED_MHA_INLINE void score_columns(const T* a, std::int64_t rows, const T* b, std::int64_t depth, T* out, T* best,
+                                    Prefetcher& prefetcher) {
+  std::int64_t row = 0;
+  // Two tails cost less than a whole tile, three the same.
+  for (; row + 2 * kScoreTailRows < rows; row += kScoreRows) {
+    prefetcher.advance();
+    score_tile<T, kScoreRows, kVectors, kTrackMax, kLd>(a + row, b, depth, out + row * kLd, best + row * kLanes<T>);
+  }
+  for (; row < rows; row += kScoreTailRows) {
+    score_tile<T, kScoreTailRows, kVectors, kTrackMax, kLd>(a + row, b, depth, out + row * kLd, best + row * kLanes<T>);
+  }
+}
+
+/// `rows` rows of a block against one group of `keys` keys: out[row][0 .. kGroupKeys). What is behind the last key's
+/// vector stays as it was.
 template <typename T, bool kTrackMax, std::int64_t kLd>
-[[gnu::noinline]] static void score_group(const T* rows, std::int64_t row_groups, const T* keys, std::int64_t depth,
-                                          T* out, T* best, Prefetcher& prefetcher) {
+[[gnu::noinline]] static void score_group(const T* a, std::int64_t rows, const T* b, std::int64_t keys,
+                                          std::int64_t depth, T* out, T* best, Prefetcher& prefetcher) {
   constexpr std::int64_t kColumns = static_cast<std::int64_t>(kScoreVectors) * kLanes<T>;
-  for (std::int64_t column = 0; column < kGroupKeys; column += kColumns) {
-    for (std::int64_t group = 0; group < row_groups; ++group) {
-      prefetcher.advance();
-      score_tile<T, kTrackMax, kLd>(rows + group * kScoreRows, keys + column, depth,
-                                    out + group * kScoreRows * kLd + column, best + group * kScoreRows * kLanes<T>);
+  for (std::int64_t column = 0; column < kGroupKeys && column < keys; column += kColumns) {
+    if (keys - column > kLanes<T>) {
+      score_columns<T, kScoreVectors, kTrackMax, kLd>(a, rows, b + column, depth, out + column, best, prefetcher);
+    } else {
+      score_columns<T, 1, kTrackMax, kLd>(a, rows, b + column, depth, out + column, best, prefetcher);
     }
   }
 }
