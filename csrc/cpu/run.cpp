@@ -43,7 +43,7 @@ constexpr std::int64_t kMinStepsPerSplit = 4;
 /// Scratch that a thread keeps from one call to the next.
 constexpr std::size_t kKeptScratchBytes = std::size_t{8} << 20;
 /// Multiply-adds below which waking another thread costs more than it saves.
-constexpr double kSerialWork = 1e6;
+constexpr double kSerialWork = 3e5;
 
 const IsaKernels& active_kernels() {
   switch (active_isa()) {

@@ -344,6 +344,7 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
                                      keys.value_grad + hull.begin * sizes.padded_dv, true);
     rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
                                      rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
+    clear_rows_behind<T, kBackwardKeys>(tile.score_grads + hull.begin, rows.block.rows, count);
     rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
                                      keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d, count,
                                      rows.query_grad, rows.started);

@@ -312,8 +312,8 @@ static bool values_not_finite(KeyTile<T>& tile, std::int64_t padded_dv) {
 }
 
 template <typename T>
-static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv,
-                              const T* weights, RowState<T>& state) {
+static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv, T* weights,
+                              RowState<T>& state) {
   if (mask.any_mixed && values_not_finite<T>(keys, padded_dv)) {
     if (!state.started) {
       for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
@@ -332,6 +332,7 @@ static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& ma
     const std::int64_t begin = group * kGroupKeys;
     while (group < TileMask<kForwardKeys>::kGroups && !mask.is_hidden(group)) ++group;
     const std::int64_t end = group * kGroupKeys < keys.keys.count ? group * kGroupKeys : keys.keys.count;
+    clear_rows_behind<T, kForwardKeys>(weights + begin, state.block.rows, end - begin);
     rank_update<T, kForwardKeys, 1>(weights + begin, state.block.rows, keys.values + begin * padded_dv, padded_dv,
                                     end - begin, state.output, state.started);
     state.started = true;

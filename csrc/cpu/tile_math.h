@@ -164,4 +164,14 @@ static void rank_update(const T* a, std::int64_t rows, const T* b, std::int64_t 
   }
 }
 
+/// Zeros in `columns` columns of the rows behind `rows` that a rank update may read. Nobody needs what becomes of them,
+/// but what the memory held before may be denormal numbers, and products of those take a hundred times as long.
+template <typename T, std::int64_t kLd>
+FUSED_MHA_INLINE void clear_rows_behind(T* tile, std::int64_t rows, std::int64_t columns) {
+  const std::int64_t end = (rows + kRankRowQuantum - 1) / kRankRowQuantum * kRankRowQuantum;
+  for (std::int64_t row = rows; row < end; ++row) {
+    for (std::int64_t column = 0; column < columns; ++column) tile[row * kLd + column] = T{0};
+  }
+}
+
 }  // namespace fused_mha::cpu::FUSED_MHA_ISA
