@@ -604,30 +604,40 @@ void attention_forward(std::span<const AttentionProblem> problems, std::span<con
 
 ForwardDescription describe_forward(const AttentionProblem& problem, core::WeightsMode weights_mode,
                                     const Parallel& parallel) {
+  return describe_forward({&problem, 1}, weights_mode, parallel);
+}
+
+ForwardDescription describe_forward(std::span<const AttentionProblem> problems, core::WeightsMode weights_mode,
+                                    const Parallel& parallel) {
   ForwardDescription description;
   description.isa = active_isa();
   description.few_rows_limit = kFewRows;
-  description.multiply_adds = multiply_adds(problem);
   description.serial_multiply_adds = kSerialWork;
-  description.all_keys = problem.batch * problem.key_length;
   description.tile_rows = kBlockRows;
   description.tile_keys = kGroupKeys;
-  if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) return description;
-  const Parallel schedule = schedule_for({&problem, 1}, parallel);
-  const MaskPlan masks(problem, schedule);
-  core::ForwardOutputs outputs{};
-  outputs.weights_mode = weights_mode;
-  const ForwardPlan plan = make_forward_plan(problem, masks, outputs, schedule);
-  description.few_rows = plan.few_rows;
-  description.key_splits = plan.key_splits;
-  std::vector<Costed<ForwardItem>> items;
-  add_items(plan, 0, items);
-  description.work_items = static_cast<std::int64_t>(items.size());
-  description.threads = worker_count(schedule, description.work_items);
-  for (std::int64_t n = 0; n < problem.batch; ++n) description.kept_keys += masks.kept_keys(n).count;
-  description.has_padding_bias = masks.has_padding_bias();
-  count_tiles(problem, masks, description);
-  description.backward_key_splits = choose_key_splits(problem, 1);
+  const Parallel schedule = schedule_for(problems, parallel);
+  bool all_few = true;
+  for (const AttentionProblem& problem : problems) {
+    description.multiply_adds += multiply_adds(problem);
+    description.all_keys += problem.batch * problem.key_length;
+    if (problem.batch == 0 || problem.heads == 0 || problem.query_length == 0) continue;
+    const Parallel share = share_of(schedule, problems.size());
+    const MaskPlan masks(problem, share);
+    core::ForwardOutputs outputs{};
+    outputs.weights_mode = weights_mode;
+    const ForwardPlan plan = make_forward_plan(problem, masks, outputs, share);
+    all_few = all_few && plan.few_rows;
+    description.few_rows = all_few;
+    description.key_splits = std::max(description.key_splits, plan.key_splits);
+    std::vector<Costed<ForwardItem>> items;
+    add_items(plan, 0, items);
+    description.work_items += static_cast<std::int64_t>(items.size());
+    for (std::int64_t n = 0; n < problem.batch; ++n) description.kept_keys += masks.kept_keys(n).count;
+    description.has_padding_bias = description.has_padding_bias || masks.has_padding_bias();
+    count_tiles(problem, masks, description);
+    description.backward_key_splits = std::max(description.backward_key_splits, choose_key_splits(problem, 1));
+  }
+  if (description.work_items > 0) description.threads = worker_count(schedule, description.work_items);
   return description;
 }
 

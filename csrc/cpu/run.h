@@ -69,6 +69,10 @@ struct ForwardDescription {
 ForwardDescription describe_forward(const core::AttentionProblem& problem, core::WeightsMode weights_mode,
                                     const core::Parallel& parallel);
 
+/// The same for several problems as one call: sums of the counts, few_rows where all have few, the most splits.
+ForwardDescription describe_forward(std::span<const core::AttentionProblem> problems, core::WeightsMode weights_mode,
+                                    const core::Parallel& parallel);
+
 /// keep (N, H, L, S) contiguous, one byte an element: what core/dropout.h decides for problem.rng and dropout_p.
 void dropout_mask(const core::AttentionProblem& problem, bool* keep, const core::Parallel& parallel);
 

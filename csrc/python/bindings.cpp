@@ -57,6 +57,7 @@ py::dict to_dict(const fused_mha::detail::CallRecord& record) {
   py::dict call;
   call["device"] = record.device;
   call["dtype"] = record.dtype;
+  call["is_packed"] = record.is_packed;
   call["N"] = record.N;
   call["H"] = record.H;
   call["Hkv"] = record.Hkv;

@@ -136,6 +136,20 @@ std::tuple<at::Tensor, at::Tensor> additive_attention_with_weights_composite(
   return run_additive_attention("additive_attention_with_weights", std::move(arguments), score_weight);
 }
 
+at::Tensor attention_varlen_composite(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                      const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, bool is_causal,
+                                      double dropout_p, std::optional<double> scale, std::string_view causal_alignment,
+                                      const OptionalTensor& sink) {
+  constexpr const char* kOp = "attention_varlen";
+  VarlenArguments arguments{query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, dropout_p};
+  arguments.bottom_right = is_bottom_right(kOp, causal_alignment);
+  if (has_tensor(sink)) arguments.sink = sink;
+  check_varlen(kOp, arguments);
+  arguments.scale = scale.has_value() ? *scale : default_scale(query);
+  arguments.rng_state = draw_rng_state(dropout_p, query.device());
+  return std::get<0>(call_varlen_forward(arguments));
+}
+
 }  // namespace
 }  // namespace detail
 
@@ -153,6 +167,17 @@ std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, c
       detail::find_operator<decltype(detail::attention_with_lse_composite)>("fused_mha::attention_with_lse");
   return op.call(query, key, value, detail::optional_tensor(options.key_padding_mask()),
                  detail::optional_tensor(options.attn_mask()), options.is_causal(), options.dropout_p(),
+                 options.scale(), options.causal_alignment(), detail::optional_tensor(options.sink()));
+}
+
+at::Tensor attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                            const AttentionOptions& options) {
+  TORCH_CHECK(!options.key_padding_mask().defined() && !options.attn_mask().defined(),
+              "fused_mha::attention_varlen: key_padding_mask and attn_mask cannot be given: sequences have no padding");
+  static const auto op =
+      detail::find_operator<decltype(detail::attention_varlen_composite)>("fused_mha::attention_varlen");
+  return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, options.is_causal(), options.dropout_p(),
                  options.scale(), options.causal_alignment(), detail::optional_tensor(options.sink()));
 }
 
@@ -193,6 +218,7 @@ TORCH_LIBRARY_IMPL(fused_mha, CompositeImplicitAutograd, library) {
   library.impl("attention_with_lse", &fused_mha::detail::attention_with_lse_composite);
   library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
   library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
+  library.impl("attention_varlen", &fused_mha::detail::attention_varlen_composite);
 }
 
 // vmap does not look inside a composite unless told to.
@@ -202,4 +228,5 @@ TORCH_LIBRARY_IMPL(fused_mha, FuncTorchBatchedDecomposition, library) {
   library.impl("attention_with_lse", &fused_mha::detail::attention_with_lse_composite);
   library.impl("additive_attention", &fused_mha::detail::additive_attention_composite);
   library.impl("additive_attention_with_weights", &fused_mha::detail::additive_attention_with_weights_composite);
+  library.impl("attention_varlen", &fused_mha::detail::attention_varlen_composite);
 }

@@ -91,6 +91,39 @@ inline GradientMask without_score_weight(const AdditiveGradientMask& wanted) {
   return {wanted[0], wanted[1], wanted[2], wanted[4], wanted[5], false};
 }
 
+/// Sequences one behind the other without padding: query (T, H, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), where
+/// sequence n has the rows cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys cu_seqlens_k[n] to cu_seqlens_k[n + 1];
+/// sink (H).
+struct VarlenArguments {
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor cu_seqlens_q;
+  at::Tensor cu_seqlens_k;
+  bool is_causal = false;
+  double dropout_p = 0.0;
+  double scale = 1.0;
+  OptionalTensor rng_state = std::nullopt;
+  bool bottom_right = false;
+  OptionalTensor sink = std::nullopt;
+};
+
+/// output, row_max, row_sum
+using VarlenForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+struct VarlenBackwardArguments {
+  at::Tensor grad_output;
+  at::Tensor output;
+  at::Tensor row_max;
+  at::Tensor row_sum;
+};
+
+/// Which of query, key, value, sink want a gradient.
+using VarlenGradientMask = std::array<bool, 4>;
+
+/// Their gradients; an empty (0,) tensor where none was asked for.
+using VarlenBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
 inline bool has_tensor(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 /// A tensor that may be undefined as an optional one.

@@ -40,15 +40,31 @@ ForwardResult additive_attention_forward_autocast(const at::Tensor& query, const
                                cast(score_weight));
 }
 
+template <at::DeviceType device_type>
+VarlenForwardResult varlen_forward_autocast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                            const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                                            bool is_causal, double dropout_p, double scale,
+                                            const OptionalTensor& rng_state, bool bottom_right,
+                                            const OptionalTensor& sink) {
+  const c10::impl::ExcludeDispatchKeyGuard once(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device_type)));
+  const auto dtype = at::autocast::get_autocast_dtype(device_type);
+  const auto cast = [&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device_type); };
+  return call_varlen_forward({cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, is_causal, dropout_p,
+                              scale, rng_state, bottom_right, sink});
+}
+
 }  // namespace
 }  // namespace fused_mha::detail
 
 TORCH_LIBRARY_IMPL(fused_mha, AutocastCPU, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCPU>);
   library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_autocast<at::kCPU>);
+  library.impl("_varlen_forward", &fused_mha::detail::varlen_forward_autocast<at::kCPU>);
 }
 
 TORCH_LIBRARY_IMPL(fused_mha, AutocastCUDA, library) {
   library.impl("_attention_forward", &fused_mha::detail::attention_forward_autocast<at::kCUDA>);
   library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_autocast<at::kCUDA>);
+  library.impl("_varlen_forward", &fused_mha::detail::varlen_forward_autocast<at::kCUDA>);
 }

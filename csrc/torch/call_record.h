@@ -16,10 +16,11 @@
 
 namespace fused_mha::detail {
 
-/// One call of _attention_forward. Masks and sink are "" where none was given, else dtype and shape.
+/// One call of _attention_forward or _varlen_forward. Masks and sink are "" where none was given, else dtype and shape.
 struct CallRecord {
   std::string device;
   std::string dtype;
+  bool is_packed = false;  // attention_varlen: L and S are those of the longest sequences
   std::int64_t N = 0, H = 0, Hkv = 0, L = 0, S = 0, D = 0, Dv = 0;
   std::int64_t always_visible_keys = 0;
   std::string key_padding_mask;

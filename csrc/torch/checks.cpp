@@ -56,6 +56,12 @@ void check_optional_mask(const char* op, const char* name, const OptionalTensor&
   if (has_tensor(mask)) check_mask(op, name, *mask);
 }
 
+void check_device(const char* op, const at::Tensor& query) {
+  const auto device = query.device();
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), at_argument(op, "query"), "must be on the CPU, got ",
+                              device, ". This build has no kernels for ", device.type());
+}
+
 void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& query) {
   TORCH_CHECK(tensor.device() == query.device(), at_argument(op, name), "must be on the device of query, ",
               query.device(), ", got ", tensor.device());
@@ -79,10 +85,10 @@ void check_rng_state(const char* op, const at::Tensor& rng_state) {
               "must have shape (2), got ", shape_text(rng_state.sym_sizes()));
 }
 
-void check_same_dtype(const char* op, const AttentionArguments& a) {
-  TORCH_CHECK(a.key.scalar_type() == a.query.scalar_type() && a.value.scalar_type() == a.query.scalar_type(),
-              at_operator(op), "query, key and value must have the same dtype, got ", dtype_text(a.query.scalar_type()),
-              ", ", dtype_text(a.key.scalar_type()), " and ", dtype_text(a.value.scalar_type()));
+void check_same_dtype(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), at_operator(op),
+              "query, key and value must have the same dtype, got ", dtype_text(query.scalar_type()), ", ",
+              dtype_text(key.scalar_type()), " and ", dtype_text(value.scalar_type()));
 }
 
 /// Fake tensors may stand for those of a device that has autocast while they say "meta", which has not.
@@ -162,10 +168,23 @@ void check_sink(const char* op, const AttentionArguments& a) {
               shape_text(a.sink->dim() == 4 ? a.sink->sym_sizes().slice(1, 1) : a.sink->sym_sizes()));
 }
 
-void check_heads(const char* op, const AttentionArguments& a) {
-  if (sizes_known_equal(a.heads(), a.kv_heads())) return;
-  TORCH_CHECK(!sizes_known_equal(a.kv_heads(), 0) && sizes_equal(a.heads() % a.kv_heads(), 0), at_argument(op, "key"),
-              "must have a number of heads Hkv that divides query's H = ", a.heads(), ", got Hkv = ", a.kv_heads());
+void check_head_counts(const char* op, const c10::SymInt& heads, const c10::SymInt& kv_heads) {
+  if (sizes_known_equal(heads, kv_heads)) return;
+  TORCH_CHECK(!sizes_known_equal(kv_heads, 0) && sizes_equal(heads % kv_heads, 0), at_argument(op, "key"),
+              "must have a number of heads Hkv that divides query's H = ", heads, ", got Hkv = ", kv_heads);
+}
+
+/// D and Dv, the last dimensions.
+void check_widths(const char* op, const at::Tensor& query, const at::Tensor& value, std::int64_t rank = 4) {
+  TORCH_CHECK(!sizes_known_equal(query.sym_size(-1), 0), at_argument(op, "query"), "must have D >= 1, got shape ",
+              shape_text(as_given(query.sym_sizes(), rank)));
+  TORCH_CHECK(!sizes_known_equal(value.sym_size(-1), 0), at_argument(op, "value"), "must have Dv >= 1, got shape ",
+              shape_text(as_given(value.sym_sizes(), rank)));
+  // Scratch is sized by these widths: their products must stay far from what 64 bits count.
+  constexpr std::int64_t kWidest = std::int64_t{1} << 31;
+  TORCH_CHECK(sizes_below(query.sym_size(-1), kWidest) && sizes_below(value.sym_size(-1), kWidest),
+              at_argument(op, "query"), "and value must have D and Dv of at most ", kWidest, ", got ",
+              query.sym_size(-1), " and ", value.sym_size(-1));
 }
 
 /// Size (N, L, S) or (N, H, L, S) of weights and their gradient, (N, H, L) of log-sum-exps.
@@ -176,30 +195,30 @@ std::vector<c10::SymInt> weights_sizes(const AttentionArguments& a) {
 }
 
 /// float64 where query is, else float32: what sums are kept in.
-at::ScalarType statistics_type(const AttentionArguments& a) {
-  return a.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+at::ScalarType statistics_type(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-void check_gradient(const char* op, const char* name, const OptionalTensor& gradient, const AttentionArguments& a,
+void check_gradient(const char* op, const char* name, const OptionalTensor& gradient, const at::Tensor& query,
                     at::ScalarType type, c10::SymIntArrayRef sizes) {
   if (!has_tensor(gradient)) return;
   check_layout(op, name, *gradient);
-  check_same_device(op, name, *gradient, a.query);
+  check_same_device(op, name, *gradient, query);
   TORCH_CHECK(gradient->scalar_type() == type, at_argument(op, name), "must be ", dtype_text(type), ", got ",
               dtype_text(gradient->scalar_type()));
   TORCH_CHECK(same_sizes(gradient->sym_sizes(), sizes), at_argument(op, name), "must have shape ", shape_text(sizes),
               ", got ", shape_text(gradient->sym_sizes()));
 }
 
-void check_statistics(const char* op, const char* name, const at::Tensor& statistics, const AttentionArguments& a) {
+void check_statistics(const char* op, const char* name, const at::Tensor& statistics, const at::Tensor& query,
+                      const char* letters, c10::SymIntArrayRef sizes) {
   check_layout(op, name, statistics);
-  check_same_device(op, name, statistics, a.query);
-  const auto type = statistics_type(a);
+  check_same_device(op, name, statistics, query);
+  const auto type = statistics_type(query);
   TORCH_CHECK(statistics.scalar_type() == type, at_argument(op, name), "must be ", dtype_text(type), ", got ",
               dtype_text(statistics.scalar_type()));
-  const std::vector<c10::SymInt> sizes{a.batch(), a.heads(), a.query_length()};
   TORCH_CHECK(same_sizes(statistics.sym_sizes(), sizes) && statistics.is_contiguous(), at_argument(op, name),
-              "must be contiguous of shape (N, H, L) = ", shape_text(sizes), ", got ",
+              "must be contiguous of shape ", letters, " = ", shape_text(sizes), ", got ",
               shape_text(statistics.sym_sizes()));
 }
 
@@ -209,7 +228,7 @@ void check_tensors(const char* op, const AttentionArguments& a) {
   check_rank(op, "query", a.query, 4);
   if (has_tensor(a.key_padding_mask)) check_rank(op, "key_padding_mask", *a.key_padding_mask, 2);
   if (has_tensor(a.attn_mask)) check_rank(op, "attn_mask", *a.attn_mask, 4);
-  check_same_dtype(op, a);
+  check_same_dtype(op, a.query, a.key, a.value);
   if (has_tensor(a.rng_state)) {
     check_rng_state(op, *a.rng_state);
     check_same_device(op, "rng_state", *a.rng_state, a.query);
@@ -277,9 +296,7 @@ std::string shape_text(c10::SymIntArrayRef sizes) {
 }
 
 void check_given(const char* op, const AttentionArguments& a) {
-  const auto device = a.query.device();
-  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), at_argument(op, "query"), "must be on the CPU, got ",
-                              device, ". This build has no kernels for ", device.type());
+  check_device(op, a.query);
   check_floating(op, "query", a.query);
   check_floating(op, "key", a.key);
   check_floating(op, "value", a.value);
@@ -297,7 +314,7 @@ void check_given(const char* op, const AttentionArguments& a) {
   if (has_tensor(a.key_padding_mask)) check_same_device(op, "key_padding_mask", *a.key_padding_mask, a.query);
   if (has_tensor(a.attn_mask)) check_same_device(op, "attn_mask", *a.attn_mask, a.query);
   if (has_tensor(a.sink)) check_same_device(op, "sink", *a.sink, a.query);
-  if (!autocast_may_convert(a.query.device().type())) check_same_dtype(op, a);
+  if (!autocast_may_convert(a.query.device().type())) check_same_dtype(op, a.query, a.key, a.value);
 }
 
 void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank,
@@ -312,16 +329,8 @@ void check_shapes(const char* op, const AttentionArguments& a, std::int64_t rank
                {"(N, Hkv, S, Dv)", "(N, S, Dv)", "(S, Dv)"},
                {a.batch(), a.kv_heads(), a.key_length(), a.value.sym_size(3)}},
               a.value, rank);
-  check_heads(op, a);
-  TORCH_CHECK(!sizes_known_equal(a.query.sym_size(3), 0), at_argument(op, "query"), "must have D >= 1, got shape ",
-              shape_text(as_given(a.query.sym_sizes(), rank)));
-  TORCH_CHECK(!sizes_known_equal(a.value.sym_size(3), 0), at_argument(op, "value"), "must have Dv >= 1, got shape ",
-              shape_text(as_given(a.value.sym_sizes(), rank)));
-  // Scratch is sized by these widths: their products must stay far from what 64 bits count.
-  constexpr std::int64_t kWidest = std::int64_t{1} << 31;
-  TORCH_CHECK(sizes_below(a.query.sym_size(3), kWidest) && sizes_below(a.value.sym_size(3), kWidest),
-              at_argument(op, "query"), "and value must have D and Dv of at most ", kWidest, ", got ",
-              a.query.sym_size(3), " and ", a.value.sym_size(3));
+  check_head_counts(op, a.heads(), a.kv_heads());
+  check_widths(op, a.query, a.value, rank);
   check_key_padding_mask(op, a, rank);
   check_attn_mask(op, a, rank, given_attn_mask);
   check_sink(op, a);
@@ -345,15 +354,16 @@ void check_backward(const char* op, const AttentionArguments& a, const BackwardA
   check_forward(op, a);
   const std::vector<c10::SymInt> output_sizes{a.batch(), a.heads(), a.query_length(), a.value.sym_size(3)};
   const auto type = a.query.scalar_type();
-  check_gradient(op, "grad_output", b.grad_output, a, type, output_sizes);
-  check_gradient(op, "output", b.output, a, type, output_sizes);
+  check_gradient(op, "grad_output", b.grad_output, a.query, type, output_sizes);
+  check_gradient(op, "output", b.output, a.query, type, output_sizes);
   if (has_tensor(b.grad_weights)) {
     TORCH_CHECK_VALUE(a.weights_mode != 0, at_argument(op, "grad_weights"), "needs weights_mode 1, 2 or 3, got 0");
-    check_gradient(op, "grad_weights", b.grad_weights, a, a.weights_mode == kLogSumExp ? statistics_type(a) : type,
-                   weights_sizes(a));
+    check_gradient(op, "grad_weights", b.grad_weights, a.query,
+                   a.weights_mode == kLogSumExp ? statistics_type(a.query) : type, weights_sizes(a));
   }
-  check_statistics(op, "row_max", b.row_max, a);
-  check_statistics(op, "row_sum", b.row_sum, a);
+  const std::vector<c10::SymInt> rows{a.batch(), a.heads(), a.query_length()};
+  check_statistics(op, "row_max", b.row_max, a.query, "(N, H, L)", rows);
+  check_statistics(op, "row_sum", b.row_sum, a.query, "(N, H, L)", rows);
   for (const auto& [name, is_wanted, mask] :
        {std::tuple("key_padding_mask", wanted[3], &a.key_padding_mask),
         std::tuple("attn_mask", wanted[4], &a.attn_mask), std::tuple("sink", wanted[5], &a.sink)}) {
@@ -387,6 +397,72 @@ void check_additive_backward(const char* op, const AttentionArguments& a, const 
                              const BackwardArguments& b, const AdditiveGradientMask& wanted) {
   check_additive_forward(op, a, score_weight);
   check_backward(op, a, b, without_score_weight(wanted));
+}
+
+void check_varlen(const char* op, const VarlenArguments& a) {
+  check_device(op, a.query);
+  for (const auto& [name, tensor] :
+       {std::pair("query", &a.query), std::pair("key", &a.key), std::pair("value", &a.value)}) {
+    check_floating(op, name, *tensor);
+    check_same_device(op, name, *tensor, a.query);
+  }
+  const auto heads = a.query.dim() == 3 ? a.query.sym_size(1) : c10::SymInt(0);
+  TORCH_CHECK(a.query.dim() == 3, at_argument(op, "query"), "must have shape (total_q, H, D), got ",
+              shape_text(a.query.sym_sizes()));
+  TORCH_CHECK(a.key.dim() == 3 && sizes_equal(a.key.sym_size(2), a.query.sym_size(2)), at_argument(op, "key"),
+              "must have shape (total_k, Hkv, D) with D = ", a.query.sym_size(2), ", got ",
+              shape_text(a.key.sym_sizes()));
+  TORCH_CHECK(a.value.dim() == 3 && sizes_equal(a.value.sym_size(0), a.key.sym_size(0)) &&
+                  sizes_equal(a.value.sym_size(1), a.key.sym_size(1)),
+              at_argument(op, "value"), "must have shape (total_k, Hkv, Dv) with total_k = ", a.key.sym_size(0),
+              " and Hkv = ", a.key.sym_size(1), ", got ", shape_text(a.value.sym_sizes()));
+  check_head_counts(op, heads, a.key.sym_size(1));
+  check_widths(op, a.query, a.value);
+  if (!autocast_may_convert(a.query.device().type())) check_same_dtype(op, a.query, a.key, a.value);
+  for (const auto& [name, starts] :
+       {std::pair("cu_seqlens_q", &a.cu_seqlens_q), std::pair("cu_seqlens_k", &a.cu_seqlens_k)}) {
+    check_layout(op, name, *starts);
+    check_same_device(op, name, *starts, a.query);
+    const auto type = starts->scalar_type();
+    TORCH_CHECK_TYPE(type == at::kInt || type == at::kLong, at_argument(op, name), "must be int32 or int64, got ",
+                     dtype_text(type));
+    TORCH_CHECK(starts->dim() == 1 && !sizes_known_equal(starts->sym_size(0), 0), at_argument(op, name),
+                "must have shape (N + 1), the starts of N sequences and the total, got ",
+                shape_text(starts->sym_sizes()));
+  }
+  TORCH_CHECK_VALUE(sizes_equal(a.cu_seqlens_q.sym_size(0), a.cu_seqlens_k.sym_size(0)), at_operator(op),
+                    "cu_seqlens_q and cu_seqlens_k must be of the same N sequences, got shapes ",
+                    shape_text(a.cu_seqlens_q.sym_sizes()), " and ", shape_text(a.cu_seqlens_k.sym_sizes()));
+  check_dropout_p(op, a.dropout_p);
+  if (has_tensor(a.rng_state)) {
+    check_rng_state(op, *a.rng_state);
+    check_same_device(op, "rng_state", *a.rng_state, a.query);
+  }
+  if (has_tensor(a.sink)) {
+    check_floating(op, "sink", *a.sink);
+    check_same_device(op, "sink", *a.sink, a.query);
+    TORCH_CHECK(a.sink->dim() == 1 && sizes_equal(a.sink->sym_size(0), heads), at_argument(op, "sink"),
+                "must have shape (H) = ", shape_text({heads}), ", got ", shape_text(a.sink->sym_sizes()));
+  }
+}
+
+void check_varlen_forward(const char* op, const VarlenArguments& a) {
+  check_varlen(op, a);
+  check_same_dtype(op, a.query, a.key, a.value);
+  TORCH_CHECK(a.dropout_p == 0.0 || has_tensor(a.rng_state), at_argument(op, "rng_state"),
+              "must be given where dropout_p is not 0");
+}
+
+void check_varlen_backward(const char* op, const VarlenArguments& a, const VarlenBackwardArguments& b,
+                           const VarlenGradientMask& wanted) {
+  check_varlen_forward(op, a);
+  const std::vector<c10::SymInt> output_sizes{a.query.sym_size(0), a.query.sym_size(1), a.value.sym_size(2)};
+  check_gradient(op, "grad_output", b.grad_output, a.query, a.query.scalar_type(), output_sizes);
+  check_gradient(op, "output", b.output, a.query, a.query.scalar_type(), output_sizes);
+  const std::vector<c10::SymInt> rows{a.query.sym_size(0) * a.query.sym_size(1)};
+  check_statistics(op, "row_max", b.row_max, a.query, "(total_q*H)", rows);
+  check_statistics(op, "row_sum", b.row_sum, a.query, "(total_q*H)", rows);
+  TORCH_CHECK(!wanted[3] || has_tensor(a.sink), at_argument(op, "sink"), "must be given where its gradient is wanted");
 }
 
 void check_dropout_mask(const char* op, const at::Tensor& rng_state, c10::SymIntArrayRef sizes, double dropout_p) {

@@ -18,6 +18,17 @@ namespace fused_mha::detail {
 /// looked at. Under autocast, which converts them later, the dtypes of query, key and value need not agree yet.
 void check_given(const char* op, const AttentionArguments& arguments);
 
+/// Everything about the arguments of attention_varlen but the numbers in cu_seqlens, which a kernel has to read. Under
+/// autocast the dtypes of query, key and value need not agree.
+void check_varlen(const char* op, const VarlenArguments& arguments);
+
+/// Everything about the arguments of _varlen_forward, those numbers apart.
+void check_varlen_forward(const char* op, const VarlenArguments& arguments);
+
+/// The same for _varlen_backward.
+void check_varlen_backward(const char* op, const VarlenArguments& arguments, const VarlenBackwardArguments& backward,
+                           const VarlenGradientMask& wanted);
+
 /// rng_state of two int64 numbers, and the sizes (N, H, L, S) of the mask that it is to give.
 void check_dropout_mask(const char* op, const at::Tensor& rng_state, c10::SymIntArrayRef sizes, double dropout_p);
 

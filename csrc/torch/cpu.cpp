@@ -132,6 +132,64 @@ AdditiveBackwardResult additive_attention_backward_cpu(
   return result;
 }
 
+constexpr const char* kVarlen = "attention_varlen";
+
+/// One record for all sequences: the longest as sizes, sums of what the others are counted by.
+CallRecord describe_call(const VarlenArguments& a, const std::vector<core::AttentionProblem>& problems) {
+  CallRecord record;
+  record.device = a.query.device().str();
+  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
+  record.is_packed = true;
+  record.N = static_cast<std::int64_t>(problems.size());
+  record.H = a.query.size(1);
+  record.Hkv = a.key.size(1);
+  record.D = a.query.size(2);
+  record.Dv = a.value.size(2);
+  record.is_causal = a.is_causal;
+  record.bottom_right = a.bottom_right;
+  record.sink = tensor_text(a.sink);
+  record.dropout_p = a.dropout_p;
+  for (const auto& problem : problems) {
+    record.L = std::max(record.L, problem.query_length);
+    record.S = std::max(record.S, problem.key_length);
+  }
+  record.cpu = cpu::describe_forward(problems, core::WeightsMode::kNone, torch_threads());
+  return record;
+}
+
+VarlenForwardResult varlen_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, bool is_causal,
+                                       double dropout_p, double scale, const OptionalTensor& rng_state,
+                                       bool bottom_right, const OptionalTensor& sink) {
+  const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
+                                  dropout_p, scale, rng_state, bottom_right, sink};
+  check_varlen_forward(kVarlen, arguments);
+  auto result = allocate_varlen_forward(arguments);
+  const auto forward = to_varlen_forward(kVarlen, arguments, result);
+  if (is_recording_calls()) note_call(describe_call(arguments, forward.problems));
+  cpu::attention_forward(forward.problems, forward.outputs, torch_threads());
+  return result;
+}
+
+VarlenBackwardResult varlen_backward_cpu(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+                                         const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+                                         const at::Tensor& cu_seqlens_k, const at::Tensor& output,
+                                         const at::Tensor& row_max, const at::Tensor& row_sum, bool is_causal,
+                                         double dropout_p, double scale, const OptionalTensor& rng_state,
+                                         bool bottom_right, const OptionalTensor& sink,
+                                         VarlenGradientMask output_mask) {
+  const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
+                                  dropout_p, scale, rng_state, bottom_right, sink};
+  const VarlenBackwardArguments backward{grad_output, output, row_max, row_sum};
+  check_varlen_backward(kVarlen, arguments, backward, output_mask);
+  auto result = allocate_varlen_backward(arguments, output_mask);
+  const auto problems = to_varlen_backward(kVarlen, arguments, backward, result, output_mask);
+  cpu::attention_backward(problems.problems, problems.inputs, problems.outputs, torch_threads());
+  auto& grad_sink = std::get<3>(result);
+  if (output_mask[3]) grad_sink = grad_sink.sum(0).to(sink->scalar_type());
+  return result;
+}
+
 at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std::int64_t heads,
                             std::int64_t query_length, std::int64_t key_length, double dropout_p) {
   check_dropout_mask("dropout_mask", rng_state, {batch, heads, query_length, key_length}, dropout_p);
@@ -156,5 +214,7 @@ TORCH_LIBRARY_IMPL(fused_mha, CPU, library) {
   library.impl("_attention_backward", &fused_mha::detail::attention_backward_cpu);
   library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_cpu);
   library.impl("_additive_attention_backward", &fused_mha::detail::additive_attention_backward_cpu);
+  library.impl("_varlen_forward", &fused_mha::detail::varlen_forward_cpu);
+  library.impl("_varlen_backward", &fused_mha::detail::varlen_backward_cpu);
   library.impl("dropout_mask", &fused_mha::detail::dropout_mask_cpu);
 }

@@ -70,6 +70,32 @@ AdditiveBackwardResult additive_attention_backward_meta(
   return allocate_additive_backward(arguments, score_weight, output_mask);
 }
 
+VarlenForwardResult varlen_forward_meta(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, bool is_causal,
+                                        double dropout_p, double scale, const OptionalTensor& rng_state,
+                                        bool bottom_right, const OptionalTensor& sink) {
+  const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
+                                  dropout_p, scale, rng_state, bottom_right, sink};
+  check_varlen_forward("attention_varlen", arguments);
+  return allocate_varlen_forward(arguments);
+}
+
+VarlenBackwardResult varlen_backward_meta(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+                                          const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+                                          const at::Tensor& cu_seqlens_k, const at::Tensor& output,
+                                          const at::Tensor& row_max, const at::Tensor& row_sum, bool is_causal,
+                                          double dropout_p, double scale, const OptionalTensor& rng_state,
+                                          bool bottom_right, const OptionalTensor& sink,
+                                          VarlenGradientMask output_mask) {
+  const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
+                                  dropout_p, scale, rng_state, bottom_right, sink};
+  check_varlen_backward("attention_varlen", arguments, {grad_output, output, row_max, row_sum}, output_mask);
+  auto result = allocate_varlen_backward(arguments, output_mask);
+  auto& grad_sink = std::get<3>(result);
+  if (output_mask[3]) grad_sink = at::empty_symint(sink->sym_sizes(), sink->options());
+  return result;
+}
+
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                              c10::SymInt query_length, c10::SymInt key_length, double dropout_p) {
   const std::vector<c10::SymInt> sizes{batch, heads, query_length, key_length};
@@ -85,5 +111,7 @@ TORCH_LIBRARY_IMPL(fused_mha, Meta, library) {
   library.impl("_attention_backward", &fused_mha::detail::attention_backward_meta);
   library.impl("_additive_attention_forward", &fused_mha::detail::additive_attention_forward_meta);
   library.impl("_additive_attention_backward", &fused_mha::detail::additive_attention_backward_meta);
+  library.impl("_varlen_forward", &fused_mha::detail::varlen_forward_meta);
+  library.impl("_varlen_backward", &fused_mha::detail::varlen_backward_meta);
   library.impl("dropout_mask", &fused_mha::detail::dropout_mask_meta);
 }

@@ -40,6 +40,20 @@ using AdditiveBackwardSignature = AdditiveBackwardResult(
 using DropoutMaskSignature = at::Tensor(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                                         c10::SymInt query_length, c10::SymInt key_length, double dropout_p);
 
+using VarlenForwardSignature = VarlenForwardResult(const at::Tensor& query, const at::Tensor& key,
+                                                   const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+                                                   const at::Tensor& cu_seqlens_k, bool is_causal, double dropout_p,
+                                                   double scale, const OptionalTensor& rng_state, bool bottom_right,
+                                                   const OptionalTensor& sink);
+
+using VarlenBackwardSignature = VarlenBackwardResult(const at::Tensor& grad_output, const at::Tensor& query,
+                                                     const at::Tensor& key, const at::Tensor& value,
+                                                     const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                                                     const at::Tensor& output, const at::Tensor& row_max,
+                                                     const at::Tensor& row_sum, bool is_causal, double dropout_p,
+                                                     double scale, const OptionalTensor& rng_state, bool bottom_right,
+                                                     const OptionalTensor& sink, VarlenGradientMask output_mask);
+
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -68,6 +82,28 @@ inline const c10::TypedOperatorHandle<AdditiveBackwardSignature>& additive_backw
 inline const c10::TypedOperatorHandle<DropoutMaskSignature>& dropout_mask_operator() {
   static const auto handle = find_operator<DropoutMaskSignature>("fused_mha::dropout_mask");
   return handle;
+}
+
+inline const c10::TypedOperatorHandle<VarlenForwardSignature>& varlen_forward_operator() {
+  static const auto handle = find_operator<VarlenForwardSignature>("fused_mha::_varlen_forward");
+  return handle;
+}
+
+inline const c10::TypedOperatorHandle<VarlenBackwardSignature>& varlen_backward_operator() {
+  static const auto handle = find_operator<VarlenBackwardSignature>("fused_mha::_varlen_backward");
+  return handle;
+}
+
+inline VarlenForwardResult call_varlen_forward(const VarlenArguments& a) {
+  return varlen_forward_operator().call(a.query, a.key, a.value, a.cu_seqlens_q, a.cu_seqlens_k, a.is_causal,
+                                        a.dropout_p, a.scale, a.rng_state, a.bottom_right, a.sink);
+}
+
+inline VarlenBackwardResult call_varlen_backward(const VarlenArguments& a, const VarlenBackwardArguments& b,
+                                                 VarlenGradientMask wanted) {
+  return varlen_backward_operator().call(b.grad_output, a.query, a.key, a.value, a.cu_seqlens_q, a.cu_seqlens_k,
+                                         b.output, b.row_max, b.row_sum, a.is_causal, a.dropout_p, a.scale, a.rng_state,
+                                         a.bottom_right, a.sink, wanted);
 }
 
 inline ForwardResult call_forward(const AttentionArguments& a) {

@@ -39,14 +39,14 @@ at::Tensor empty_like_input(const OptionalTensor& input, bool wanted, const at::
   return wanted ? empty_like_input(*input, true) : at::empty({0}, otherwise_like.options());
 }
 
-at::TensorOptions statistics_options(const AttentionArguments& a) {
-  return a.query.options().dtype(at::toOpMathType(a.query.scalar_type()));
+at::TensorOptions statistics_options(const at::Tensor& query) {
+  return query.options().dtype(at::toOpMathType(query.scalar_type()));
 }
 
 at::Tensor allocate_weights(const AttentionArguments& a) {
   const auto options = a.query.options();
   if (a.weights_mode == kLogSumExp) {
-    return at::empty_symint({a.batch(), a.heads(), a.query_length()}, statistics_options(a));
+    return at::empty_symint({a.batch(), a.heads(), a.query_length()}, statistics_options(a.query));
   }
   switch (static_cast<core::WeightsMode>(a.weights_mode)) {
     case core::WeightsMode::kAveraged:
@@ -78,10 +78,25 @@ at::Tensor empty_in_order_of(const at::Tensor& like, c10::SymIntArrayRef sizes) 
 }
 
 ForwardResult allocate_forward(const AttentionArguments& a) {
-  const auto statistics = statistics_options(a);
+  const auto statistics = statistics_options(a.query);
   const std::vector<c10::SymInt> rows{a.batch(), a.heads(), a.query_length()};
   return {empty_in_order_of(a.query, {a.batch(), a.heads(), a.query_length(), a.value.sym_size(3)}),
           allocate_weights(a), at::empty_symint(rows, statistics), at::empty_symint(rows, statistics)};
+}
+
+VarlenForwardResult allocate_varlen_forward(const VarlenArguments& a) {
+  const std::vector<c10::SymInt> rows{a.query.sym_size(0) * a.query.sym_size(1)};
+  const auto statistics = statistics_options(a.query);
+  return {empty_in_order_of(a.query, {a.query.sym_size(0), a.query.sym_size(1), a.value.sym_size(2)}),
+          at::empty_symint(rows, statistics), at::empty_symint(rows, statistics)};
+}
+
+VarlenBackwardResult allocate_varlen_backward(const VarlenArguments& a, const VarlenGradientMask& wanted) {
+  const auto sequences = a.cu_seqlens_q.sym_size(0) - 1;
+  const auto statistics = statistics_options(a.query);
+  return {empty_like_input(a.query, wanted[0]), empty_like_input(a.key, wanted[1]),
+          empty_like_input(a.value, wanted[2]),
+          wanted[3] ? at::empty_symint({sequences, a.query.sym_size(1)}, statistics) : at::empty({0}, statistics)};
 }
 
 BackwardResult allocate_backward(const AttentionArguments& a, const GradientMask& wanted) {

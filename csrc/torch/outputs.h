@@ -14,6 +14,12 @@ at::Tensor empty_in_order_of(const at::Tensor& like, c10::SymIntArrayRef sizes);
 /// row_sum (N, H, L), contiguous, in the accumulation type. Uninitialised.
 ForwardResult allocate_forward(const AttentionArguments& arguments);
 
+/// output in query's order; row_max and row_sum (total_q * H), in the accumulation type. Uninitialised.
+VarlenForwardResult allocate_varlen_forward(const VarlenArguments& arguments);
+
+/// As allocate_backward; the gradient of sink (N, H) in the accumulation type, one for each sequence.
+VarlenBackwardResult allocate_varlen_backward(const VarlenArguments& arguments, const VarlenGradientMask& wanted);
+
 /// Each gradient in the sizes, dtype and memory order of its input; (0,) where not wanted. Uninitialised.
 BackwardResult allocate_backward(const AttentionArguments& arguments, const GradientMask& wanted);
 

@@ -24,6 +24,11 @@ TORCH_LIBRARY(fused_mha, library) {
       "str causal_alignment='top_left', Tensor? sink=None) -> (Tensor output, Tensor lse)",
       tags);
   library.def(
+      "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, "
+      "bool is_causal=False, float dropout_p=0.0, float? scale=None, str causal_alignment='top_left', "
+      "Tensor? sink=None) -> Tensor",
+      tags);
+  library.def(
       "multi_head_attention_forward(Tensor query, Tensor key, Tensor value, SymInt embed_dim_to_check, int num_heads, "
       "Tensor? in_proj_weight, Tensor? in_proj_bias, Tensor? bias_k, Tensor? bias_v, bool add_zero_attn, "
       "float dropout_p, Tensor out_proj_weight, Tensor? out_proj_bias, bool training=True, "
@@ -64,6 +69,17 @@ TORCH_LIBRARY(fused_mha, library) {
       "bool[6] output_mask, bool bottom_right=False, Tensor? sink=None, bool weights_before_dropout=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_padding_mask, Tensor grad_attn_mask, "
       "Tensor grad_sink)",
+      tags);
+  library.def(
+      "_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "bool is_causal, float dropout_p, float scale, Tensor? rng_state, bool bottom_right, Tensor? sink) "
+      "-> (Tensor output, Tensor row_max, Tensor row_sum)",
+      tags);
+  library.def(
+      "_varlen_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k, Tensor output, Tensor row_max, Tensor row_sum, bool is_causal, float dropout_p, "
+      "float scale, Tensor? rng_state, bool bottom_right, Tensor? sink, bool[4] output_mask) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sink)",
       tags);
   library.def(
       "_mask_tiles(Tensor query, Tensor key, Tensor? key_padding_mask, Tensor? attn_mask, bool is_causal) -> Tensor");

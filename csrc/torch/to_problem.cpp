@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torch/to_problem.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 
 namespace fused_mha::detail {
 namespace {
@@ -160,6 +164,140 @@ core::View to_score_weight(const at::Tensor& score_weight) { return view_score_w
 
 core::MutableView to_grad_score_weight(const at::Tensor& gradient, bool is_wanted) {
   return is_wanted ? view_score_weight<core::MutableView>(gradient) : core::MutableView{};
+}
+
+namespace {
+
+constexpr std::array<int, 4> kPackedDims{-1, 1, 0, 2};  // of (total, H, D)
+constexpr std::array<int, 4> kSinkDims{-1, 0, -1, -1};
+
+/// N + 1 numbers on the host.
+std::vector<std::int64_t> read_starts(const char* op, const char* name, const at::Tensor& starts,
+                                      const char* total_name, std::int64_t total) {
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(starts.size(0)));
+  const auto read = [&](const auto* data) {
+    for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = data[static_cast<std::int64_t>(i) * starts.stride(0)];
+  };
+  if (starts.scalar_type() == at::kInt) {
+    read(starts.const_data_ptr<std::int32_t>());
+  } else {
+    read(starts.const_data_ptr<std::int64_t>());
+  }
+  TORCH_CHECK_VALUE(numbers.front() == 0 && numbers.back() == total && std::is_sorted(numbers.begin(), numbers.end()),
+                    "fused_mha::", op, ": ", name, " must ascend from 0 to ", total_name, " = ", total, ", got ",
+                    at::ArrayRef(numbers),
+                    ". Hint: it holds the sums of the lengths so far, lengths.cumsum(0) behind a 0");
+  return numbers;
+}
+
+/// A packed tensor of which only the rows from `start` on are meant.
+template <typename ViewType>
+ViewType from_row(ViewType packed, std::int64_t start) {
+  using Byte = std::conditional_t<std::is_same_v<ViewType, core::View>, const std::byte, std::byte>;
+  if (!packed) return packed;
+  packed.data = static_cast<Byte*>(packed.data) +
+                start * packed.strides[2] * static_cast<std::int64_t>(core::size_of(packed.dtype));
+  return packed;
+}
+
+/// Row `start` of statistics of which each row of a sequence has one for each head.
+template <typename Pointer>
+Pointer from_statistic(Pointer data, const VarlenArguments& a, std::int64_t start) {
+  using Byte = std::conditional_t<std::is_same_v<Pointer, const void*>, const std::byte, std::byte>;
+  const auto size = static_cast<std::int64_t>(a.query.scalar_type() == at::kDouble ? sizeof(double) : sizeof(float));
+  return static_cast<Byte*>(data) + start * a.query.size(1) * size;
+}
+
+struct Sequences {
+  std::vector<std::int64_t> query_starts;
+  std::vector<std::int64_t> key_starts;
+  std::vector<core::AttentionProblem> problems;
+};
+
+Sequences to_sequences(const char* op, const VarlenArguments& a) {
+  Sequences result{read_starts(op, "cu_seqlens_q", a.cu_seqlens_q, "total_q", a.query.size(0)),
+                   read_starts(op, "cu_seqlens_k", a.cu_seqlens_k, "total_k", a.key.size(0)),
+                   {}};
+  core::AttentionProblem whole;
+  whole.batch = 1;
+  whole.heads = a.query.size(1);
+  whole.kv_heads = a.key.size(1);
+  whole.head_dim = a.query.size(2);
+  whole.value_dim = a.value.size(2);
+  whole.query = to_view<core::View>(a.query, kPackedDims);
+  whole.key = to_view<core::View>(a.key, kPackedDims);
+  whole.value = to_view<core::View>(a.value, kPackedDims);
+  if (has_tensor(a.sink)) whole.sink = to_view<core::View>(*a.sink, kSinkDims);
+  whole.is_causal = a.is_causal;
+  whole.scale = a.scale;
+  whole.dropout_p = a.dropout_p;
+  if (has_tensor(a.rng_state)) whole.rng = rng_state_of(*a.rng_state);
+  for (std::size_t n = 0; n + 1 < result.query_starts.size(); ++n) {
+    core::AttentionProblem problem = whole;
+    problem.first_sample = static_cast<std::int64_t>(n);
+    problem.query_length = result.query_starts[n + 1] - result.query_starts[n];
+    problem.key_length = result.key_starts[n + 1] - result.key_starts[n];
+    if (a.bottom_right) problem.causal_offset = problem.key_length - problem.query_length;
+    problem.query = from_row(whole.query, result.query_starts[n]);
+    problem.key = from_row(whole.key, result.key_starts[n]);
+    problem.value = from_row(whole.value, result.key_starts[n]);
+    result.problems.push_back(problem);
+  }
+  return result;
+}
+
+}  // namespace
+
+VarlenForwardProblems to_varlen_forward(const char* op, const VarlenArguments& a, const VarlenForwardResult& result) {
+  Sequences sequences = to_sequences(op, a);
+  const auto& [output, row_max, row_sum] = result;
+  const auto whole = to_view<core::MutableView>(output, kPackedDims);
+  VarlenForwardProblems forward{std::move(sequences.problems), {}};
+  for (std::size_t n = 0; n < forward.problems.size(); ++n) {
+    const std::int64_t start = sequences.query_starts[n];
+    core::ForwardOutputs outputs{};
+    outputs.output = from_row(whole, start);
+    outputs.row_max = from_statistic(row_max.mutable_data_ptr(), a, start);
+    outputs.row_sum = from_statistic(row_sum.mutable_data_ptr(), a, start);
+    forward.outputs.push_back(outputs);
+  }
+  return forward;
+}
+
+VarlenBackwardProblems to_varlen_backward(const char* op, const VarlenArguments& a, const VarlenBackwardArguments& b,
+                                          const VarlenBackwardResult& result, const VarlenGradientMask& wanted) {
+  Sequences sequences = to_sequences(op, a);
+  const auto& [query, key, value, sink] = result;
+  const auto view_of = [](const at::Tensor& gradient, bool is_wanted) {
+    return is_wanted ? to_view<core::MutableView>(gradient, kPackedDims) : core::MutableView{};
+  };
+  const auto grad_query = view_of(query, wanted[0]);
+  const auto grad_key = view_of(key, wanted[1]);
+  const auto grad_value = view_of(value, wanted[2]);
+  const auto grad_output = to_view<core::View>(b.grad_output, kPackedDims);
+  const auto output = to_view<core::View>(b.output, kPackedDims);
+  VarlenBackwardProblems backward{std::move(sequences.problems), {}, {}};
+  for (std::size_t n = 0; n < backward.problems.size(); ++n) {
+    const std::int64_t query_start = sequences.query_starts[n];
+    const std::int64_t key_start = sequences.key_starts[n];
+    core::BackwardInputs inputs;
+    inputs.grad_output = from_row(grad_output, query_start);
+    inputs.output = from_row(output, query_start);
+    inputs.row_max = from_statistic(b.row_max.const_data_ptr(), a, query_start);
+    inputs.row_sum = from_statistic(b.row_sum.const_data_ptr(), a, query_start);
+    backward.inputs.push_back(inputs);
+    core::BackwardOutputs outputs;
+    outputs.grad_query = from_row(grad_query, query_start);
+    outputs.grad_key = from_row(grad_key, key_start);
+    outputs.grad_value = from_row(grad_value, key_start);
+    if (wanted[3]) {
+      const auto of_sequence = sink.select(0, static_cast<std::int64_t>(n));
+      outputs.grad_sink = to_view<core::MutableView>(of_sequence, kSinkDims);
+      outputs.sink_sizes = {1, of_sequence.size(0)};
+    }
+    backward.outputs.push_back(outputs);
+  }
+  return backward;
 }
 
 }  // namespace fused_mha::detail

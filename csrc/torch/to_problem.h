@@ -3,6 +3,8 @@
 // From tensors to what the kernels take. Checks have passed before; nothing is copied.
 #pragma once
 
+#include <vector>
+
 #include "core/problem.h"
 #include "torch/arguments.h"
 
@@ -27,5 +29,23 @@ core::BackwardOutputs to_backward_outputs(const BackwardResult& result, const Gr
 /// (1, H, 1, D) from score_weight (D) or (H, D).
 core::View to_score_weight(const at::Tensor& score_weight);
 core::MutableView to_grad_score_weight(const at::Tensor& gradient, bool is_wanted);
+
+/// The sequences of a packed batch as problems of one call, each with what it writes or reads.
+struct VarlenForwardProblems {
+  std::vector<core::AttentionProblem> problems;
+  std::vector<core::ForwardOutputs> outputs;
+};
+struct VarlenBackwardProblems {
+  std::vector<core::AttentionProblem> problems;
+  std::vector<core::BackwardInputs> inputs;
+  std::vector<core::BackwardOutputs> outputs;
+};
+
+/// Refuses cu_seqlens that do not ascend from 0 to the number of rows.
+VarlenForwardProblems to_varlen_forward(const char* op, const VarlenArguments& arguments,
+                                        const VarlenForwardResult& result);
+VarlenBackwardProblems to_varlen_backward(const char* op, const VarlenArguments& arguments,
+                                          const VarlenBackwardArguments& backward, const VarlenBackwardResult& result,
+                                          const VarlenGradientMask& wanted);
 
 }  // namespace fused_mha::detail

@@ -96,7 +96,7 @@ TEST_CASE("additive attention is the softmax of v tanh(q + k)") {
   const auto wanted = torch::autograd::grad({expected.square().sum()}, leaves);
   for (std::size_t i = 0; i < leaves.size(); ++i) CHECK(all_close(found[i], wanted[i]));
   CHECK_THROWS_WITH(fused_mha::additive_attention(query, key, value, score_weight.select(0, 0).slice(0, 0, 7)),
-                    Catch::Contains("score_weight must have shape (D) or (H, D) = (2, 8), got (7)"));
+                    contains("score_weight must have shape (D) or (H, D) = (2, 8), got (7)"));
 }
 
 TEST_CASE("a query that sees no key gives zero output, weights and gradient") {
@@ -240,6 +240,42 @@ TEST_CASE("weights before dropout are those of a call without it") {
   const auto [output, weights] = fused_mha::attention_with_weights(x, x, x, dropping);
   CHECK(all_close(weights, undropped));
   CHECK_FALSE(all_close(output, fused_mha::attention(x, x, x)));
+}
+
+TEST_CASE("packed sequences give what each gives alone") {
+  torch::manual_seed(9);
+  const auto query = random_tensor({7, 4, 8}).requires_grad_();
+  const auto key = random_tensor({9, 2, 8}).requires_grad_();
+  const auto value = random_tensor({9, 2, 6}).requires_grad_();
+  const std::vector<std::int64_t> query_starts{0, 3, 3, 7};
+  const std::vector<std::int64_t> key_starts{0, 2, 5, 9};
+  const auto options = AttentionOptions().is_causal(true).causal_alignment("bottom_right").sink(random_tensor({4}));
+  const auto output =
+      fused_mha::attention_varlen(query, key, value, torch::tensor(query_starts), torch::tensor(key_starts), options);
+
+  std::vector<Tensor> alone;
+  for (std::size_t n = 0; n + 1 < query_starts.size(); ++n) {
+    const auto rows = [&](const Tensor& packed, const std::vector<std::int64_t>& starts) {
+      return packed.slice(0, starts[n], starts[n + 1]).transpose(0, 1).unsqueeze(0);
+    };
+    const auto keys = rows(key, key_starts);
+    const auto one = fused_mha::attention(rows(query, query_starts), keys, rows(value, key_starts), options);
+    alone.push_back(one.squeeze(0).transpose(0, 1));
+  }
+  const auto expected = torch::cat(alone);
+  CHECK(torch::equal(output, expected));
+  const std::vector<Tensor> inputs{query, key, value};
+  const auto found_gradients = torch::autograd::grad({output.square().sum()}, inputs);
+  const auto expected_gradients = torch::autograd::grad({expected.square().sum()}, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(all_close(found_gradients[i], expected_gradients[i]));
+
+  const auto starts = torch::tensor(query_starts);
+  CHECK_THROWS_WITH(
+      fused_mha::attention_varlen(query, query, query, starts, starts,
+                                  AttentionOptions().key_padding_mask(torch::zeros({3, 4}, torch::kBool))),
+      contains("attention_varlen: key_padding_mask and attn_mask cannot be given"));
+  CHECK_THROWS_WITH(fused_mha::attention_varlen(query, query, query, starts + 1, starts),
+                    contains("cu_seqlens_q must ascend from 0 to total_q = 7"));
 }
 
 TEST_CASE("empty sizes are legal") {

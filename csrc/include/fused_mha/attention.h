@@ -69,4 +69,12 @@ FUSED_MHA_API std::tuple<at::Tensor, at::Tensor> attention_with_weights(const at
                                                                         const at::Tensor& value,
                                                                         const AttentionOptions& options = {});
 
+/// Sequences of any lengths one behind the other, without padding: query (total_q, H, D), key (total_k, Hkv, D), value
+/// (total_k, Hkv, Dv). Sequence n has the rows cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys cu_seqlens_k[n] to
+/// cu_seqlens_k[n + 1]; both are int32 or int64, (N + 1), and ascend from 0 to the totals. Output (total_q, H, Dv).
+/// Options without masks; causality is counted in each sequence. One run of the kernels for all sequences.
+FUSED_MHA_API at::Tensor attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                          const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                                          const AttentionOptions& options = {});
+
 }  // namespace fused_mha
