@@ -295,7 +295,38 @@ def _dropout_mask_rule(info: Any, in_dims: tuple[Any, ...], rng_state: Tensor, *
     return torch.stack([torch.ops.fused_mha.dropout_mask(state, *args) for state in states.unbind()]), 0
 
 
+def _meta_sample(arg: Any, mapped_dim: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    sizes = [size for dim, size in enumerate(arg.shape) if dim != mapped_dim]
+    return arg.new_empty(sizes, device="meta")
+
+
+def _loop_rule(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """A call for each of the B: sequences differ in length, and dropout depends on the number of each."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        def own(arg: Any, mapped_dim: Any, sample: int) -> Any:
+            if not isinstance(arg, Tensor) or mapped_dim is None:
+                return arg
+            part = arg.select(mapped_dim, sample)
+            return part.contiguous() if part.dim() == 1 else part  # row_max and row_sum have to be
+
+        def call(sample: int) -> tuple[Tensor, ...]:
+            return op(*(own(arg, mapped_dim, sample) for arg, mapped_dim in zip(args, in_dims, strict=True)))
+
+        if info.batch_size > 0:
+            return _stacked(info.batch_size, call)
+        # No call to stack: what one would have given, without its numbers.
+        shapes = op(*(_meta_sample(arg, mapped_dim) for arg, mapped_dim in zip(args, in_dims, strict=True)))
+        return tuple(torch.empty_like(s, device=args[0].device)[None][:0] for s in shapes), (0,) * len(shapes)
+
+    return rule
+
+
 def register() -> None:
+    for name in ("_varlen_forward", "_varlen_backward"):
+        torch.library.register_vmap(f"fused_mha::{name}", _loop_rule(getattr(torch.ops.fused_mha, name)))
     torch.library.register_vmap("fused_mha::_attention_forward", _forward_rule)
     torch.library.register_vmap("fused_mha::_attention_backward", _backward_rule)
     torch.library.register_vmap("fused_mha::dropout_mask", _dropout_mask_rule)

@@ -218,7 +218,7 @@ def _kernel_choices(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice
 
 def _sizes(facts: Mapping[str, Any]) -> Choice:
     sizes = ", ".join(f"{letter} = {facts[letter]}" for letter in ("N", "H", "L", "S", "D", "Dv"))
-    reasons = []
+    reasons = ["packed without padding; L and S are the longest"] if facts["is_packed"] else []
     if facts["Hkv"] != facts["H"]:
         reasons.append(f"groups of {facts['H'] // max(facts['Hkv'], 1)} heads share one of {facts['Hkv']} key heads")
     if facts["always_visible_keys"]:

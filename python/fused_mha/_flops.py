@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["flop_formulas"]
 
@@ -43,8 +44,43 @@ def _backward(
     return count
 
 
+def _varlen_products(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
+    """Multiply-adds of one product, for each number of the width; lengths that cannot be read count as equal."""
+    if cu_seqlens_q.is_meta or type(cu_seqlens_q) is not Tensor:  # meta and fake tensors hold no numbers
+        return query.shape[1] * query.shape[0] * key.shape[0] // max(cu_seqlens_q.numel() - 1, 1)
+    return query.shape[1] * int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+
+
+def _varlen_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *_: Any, **__: Any
+) -> int:
+    return 2 * _varlen_products(query, key, cu_seqlens_q, cu_seqlens_k) * (query.shape[2] + value.shape[2])
+
+
+def _varlen_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    wanted: Sequence[bool] = rest[9]
+    by_query_dim = query.shape[2] * (1 + wanted[0] + wanted[1])
+    by_value_dim = value.shape[2] * (1 + wanted[2])
+    return 2 * _varlen_products(query, key, cu_seqlens_q, cu_seqlens_k) * (by_query_dim + by_value_dim)
+
+
+# The counter hands these the tensors themselves: lengths are not in their shapes.
+_varlen_forward._get_raw = True  # type: ignore[attr-defined]
+_varlen_backward._get_raw = True  # type: ignore[attr-defined]
+
 #: What ``torch.utils.flop_counter.FlopCounterMode`` takes as ``custom_mapping``, so that it counts fused attention.
 flop_formulas: Mapping[Any, Callable[..., int]] = {
     torch.ops.fused_mha._attention_forward: _forward,
     torch.ops.fused_mha._attention_backward: _backward,
+    torch.ops.fused_mha._varlen_forward: _varlen_forward,
+    torch.ops.fused_mha._varlen_backward: _varlen_backward,
 }

@@ -24,6 +24,7 @@ __all__ = [
     "additive_attention",
     "additive_attention_with_weights",
     "attention",
+    "attention_varlen",
     "attention_with_lse",
     "attention_with_weights",
     "draw_rng_state",
@@ -98,6 +99,63 @@ def attention(
         sink=sink,
     )
     return result
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    sink: Tensor | None = None,
+) -> Tensor:
+    r"""Attention in each of N sequences that lie one behind the other, without padding.
+
+    Args:
+        query: (total_q, H, D): sequence n has the rows cu_seqlens_q[n] to cu_seqlens_q[n + 1].
+        key: (total_k, Hkv, D) where Hkv divides H: sequence n has the keys cu_seqlens_k[n] to cu_seqlens_k[n + 1].
+        value: (total_k, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (N + 1), int32 or int64: the sums of the lengths so far, from 0 to the totals, on
+            the device of the query. Sequences may be empty.
+        is_causal, dropout_p, scale, causal_alignment, sink: as :func:`attention` has them; causality is counted in
+            each sequence, and so are the places on which dropout depends: it drops what it would drop in a padded
+            batch.
+
+    One run of the kernels computes all sequences; nothing is padded, copied or repeated, forward or backward, and any
+    strides are read as they are. Second-order and forward-mode derivatives go through a padded batch.
+
+    Returns:
+        (total_q, H, Dv) in the query's dtype and memory order. A sequence without keys gives zeros.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: arguments that do not fit, naming what was expected.
+
+    Example: sequences of 3 and 5::
+
+        >>> query, key, value = torch.randn(8, 2, 4), torch.randn(8, 2, 4), torch.randn(8, 2, 4)
+        >>> cu_seqlens = torch.tensor([0, 3, 8])
+        >>> output = fused_mha.functional.attention_varlen(query, key, value, cu_seqlens, cu_seqlens, is_causal=True)
+        >>> output.shape
+        torch.Size([8, 2, 4])
+    """
+    output: Tensor = _ops.attention_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        causal_alignment=causal_alignment,
+        sink=sink,
+    )
+    return output
 
 
 def attention_with_lse(
