@@ -24,7 +24,7 @@ inline constexpr int kDropoutRounds = 7;
 
 /// The Philox key of a call: SplitMix64's mixing of seed and offset (Steele, Lea, Flood, OOPSLA 2014), so that calls
 /// with neighbouring offsets share nothing.
-FUSED_MHA_INLINE PhiloxKey dropout_key(RngState rng) {
+FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE PhiloxKey dropout_key(RngState rng) {
   std::uint64_t mixed = rng.seed + 0x9E3779B97F4A7C15ULL * (rng.offset + 1);
   mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9ULL;
   mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBULL;
@@ -39,14 +39,15 @@ FUSED_MHA_INLINE std::uint32_t dropout_threshold(double p) {
 
 FUSED_MHA_INLINE double dropout_scale(double p) { return p >= 1.0 ? 0.0 : 1.0 / (1.0 - p); }
 
-FUSED_MHA_INLINE PhiloxCounter dropout_counter(std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t s) {
+FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE PhiloxCounter dropout_counter(std::int64_t n, std::int64_t h, std::int64_t l,
+                                                                     std::int64_t s) {
   return {static_cast<std::uint32_t>(s / kDropoutGroup * kDropoutLanes + s % kDropoutLanes),
           static_cast<std::uint32_t>(l), static_cast<std::uint32_t>(h), static_cast<std::uint32_t>(n)};
 }
 
 /// One element's decision, computed alone.
-FUSED_MHA_INLINE bool dropout_keeps(PhiloxKey key, std::uint32_t threshold, std::int64_t n, std::int64_t h,
-                                    std::int64_t l, std::int64_t s) {
+FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE bool dropout_keeps(PhiloxKey key, std::uint32_t threshold, std::int64_t n,
+                                                          std::int64_t h, std::int64_t l, std::int64_t s) {
   const PhiloxCounter words = philox<kDropoutRounds>(key, dropout_counter(n, h, l, s));
   const auto number = static_cast<int>(s % kDropoutGroup / kDropoutLanes);
   const std::uint32_t word = words[static_cast<std::size_t>(number / 2)];

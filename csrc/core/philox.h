@@ -21,7 +21,7 @@ inline constexpr std::uint32_t kPhiloxWeyl0 = 0x9E3779B9U;
 inline constexpr std::uint32_t kPhiloxWeyl1 = 0xBB67AE85U;
 
 template <int kRounds>
-FUSED_MHA_INLINE PhiloxCounter philox(PhiloxKey key, PhiloxCounter counter) {
+FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE PhiloxCounter philox(PhiloxKey key, PhiloxCounter counter) {
   for (int round = 0; round < kRounds; ++round) {
     const std::uint64_t product0 = static_cast<std::uint64_t>(kPhiloxMultiplier0) * counter[0];
     const std::uint64_t product1 = static_cast<std::uint64_t>(kPhiloxMultiplier1) * counter[2];

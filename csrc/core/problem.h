@@ -26,8 +26,9 @@ struct BasicView {
   DType dtype = DType::kFloat32;
   std::array<std::int64_t, 4> strides{};
 
-  FUSED_MHA_INLINE explicit operator bool() const { return data != nullptr; }
-  FUSED_MHA_INLINE std::int64_t offset(std::int64_t i0, std::int64_t i1, std::int64_t i2, std::int64_t i3) const {
+  FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE std::int64_t offset(std::int64_t i0, std::int64_t i1, std::int64_t i2,
+                                                             std::int64_t i3) const {
     return i0 * strides[0] + i1 * strides[1] + i2 * strides[2] + i3 * strides[3];
   }
 };
@@ -65,8 +66,10 @@ struct AttentionProblem {
   RngState rng;
   std::int64_t first_sample = 0;  // what dropout adds to n: of several problems that are one call, each has its own
 
-  FUSED_MHA_INLINE std::int64_t masked_keys() const { return key_length - always_visible_keys; }
-  FUSED_MHA_INLINE std::int64_t heads_per_kv_head() const { return kv_heads == 0 ? 0 : heads / kv_heads; }
+  FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE std::int64_t masked_keys() const { return key_length - always_visible_keys; }
+  FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE std::int64_t heads_per_kv_head() const {
+    return kv_heads == 0 ? 0 : heads / kv_heads;
+  }
 };
 
 /// What returned weights look like: (N, L, S) means over heads, or (N, H, L, S).

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Gradients of attention by making the weights again, tile by tile (Dao et al., "FlashAttention", 2022, appendix B.4),
+// in the form without atomics: seven products of the size of Q K^T, every sum in a fixed order.
+//
+//   grad_output (N, H, L, Dv), grad_weights (N, 1 or H, L, S), deltas (N, H, L); the others as in forward.h
+//
+//   P     = exp2(unit (t - row_max)) / row_sum
+//   dP    = keep / (1 - p) (dO V^T + dW)              what the output and returned weights pass down
+//   dS    = P (dP - delta)                            delta = sum_s P dP, from deltas.h
+//   dV    = (keep / (1 - p) P)^T dO      dK = scale dS^T Q      backward_keys_kernel: its keys against all queries
+//   dQ    = scale dS K                                          backward_queries_kernel: its queries against all keys
+//
+// backward_keys_kernel has keys in the rows of its tiles, so that P^T and dS^T are left operands as they are. Hidden
+// elements of P and dS are 0 whatever they were made from. Grouped heads: the block of a key walks over all heads that
+// share it.
+#pragma once
+
+#include "cuda/dropout_bits.h"
+#include "cuda/masks.h"
+#include "cuda/online_softmax.h"
+
+namespace fused_mha::cuda {
+
+struct BackwardCall {
+  Call call;
+  core::BackwardInputs inputs;
+  core::BackwardOutputs outputs;
+  void* deltas = nullptr;  // (N, H, L), in the type of sums
+  std::int64_t tiles = 1;  // of the block's own dimension
+  std::int64_t parts = 1;  // of the columns of the gradients
+};
+
+/// The gradient of the output as a matrix; without one, a matrix of zeros.
+__device__ inline Matrix grad_output_of(const BackwardCall& backward, std::int64_t n, std::int64_t h) {
+  const core::AttentionProblem& problem = backward.call.problem;
+  if (!backward.inputs.grad_output) return matrix_of(problem.query, n, h, 0, problem.value_dim);
+  return matrix_of(backward.inputs.grad_output, n, h, problem.query_length, problem.value_dim);
+}
+
+/// Stages what returned weights pass down to kStageRows of the warp's rows.
+template <typename Tiles, bool kKeysInRows>
+__device__ __forceinline__ void stage_weight_gradients(const BackwardCall& backward, const TilePlace& place,
+                                                       int first_row, typename Tiles::Sum* stage) {
+  using Sum = typename Tiles::Sum;
+  const core::AttentionProblem& problem = backward.call.problem;
+  const core::View& grad = backward.inputs.grad_weights;
+  const std::int64_t offset = grad.offset(place.n, place.h, 0, 0);
+  const Sum share =
+      backward.inputs.weights_mode == core::WeightsMode::kAveraged ? Sum{1} / static_cast<Sum>(problem.heads) : Sum{1};
+  __syncwarp();
+  for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, std::int64_t l, std::int64_t s) {
+    const bool exists = l < problem.query_length && s < problem.key_length;
+    staged = exists
+                 ? load_element<Sum>(grad.data, grad.dtype, offset + l * grad.strides[2] + s * grad.strides[3]) * share
+                 : Sum{0};
+  });
+  __syncwarp();
+}
+
+/// Scores become weights behind dropout, and dO V^T becomes dS. `statistics_of(slot, c)` is the row of softmax that the
+/// element belongs to.
+template <typename Tiles, bool kKeysInRows, typename StatisticsOf>
+__device__ __forceinline__ void differentiate(const BackwardCall& backward, const Factors<typename Tiles::Sum>& factors,
+                                              const TilePlace& place, TileKind kind,
+                                              const std::uint32_t (&visible)[Tiles::kRowSlots],
+                                              const std::uint32_t (&keep)[Tiles::kRowSlots],
+                                              typename Tiles::Scores& scores, typename Tiles::Scores& grads,
+                                              typename Tiles::Sum* stages, const StatisticsOf& statistics_of) {
+  using Sum = typename Tiles::Sum;
+  const Call& call = backward.call;
+  if (backward.inputs.grad_weights) {
+    Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
+#pragma unroll
+    for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
+      stage_weight_gradients<Tiles, kKeysInRows>(backward, place, first, stage);
+      for_each_unstaged<Tiles>(first, stage, [&](Sum passed, int slot, int c) { grads.at(slot, c) += passed; });
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      const RowStatistics<Sum> row = statistics_of(slot, c);
+      const Sum weight =
+          unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference) * row.reciprocal;
+      Sum kept = weight;
+      Sum grad = grads.at(slot, c);
+      if (call.has_dropout) {
+        const bool keeps = ((keep[slot] >> c) & 1U) != 0;
+        kept = keeps ? weight * factors.dropout_scale : Sum{0};
+        grad = keeps ? grad * factors.dropout_scale : Sum{0};
+      }
+      scores.at(slot, c) = kept;
+      grads.at(slot, c) = weight * (grad - row.delta);
+    }
+  }
+  if (kind == TileKind::kFree) return;
+#pragma unroll
+  for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+#pragma unroll
+    for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+      if (((visible[slot] >> c) & 1U) != 0) continue;
+      scores.at(slot, c) = Sum{0};
+      grads.at(slot, c) = Sum{0};
+    }
+  }
+}
+
+/// A block's own two tiles, of kRows, and two that pass by, of kColumns, in two stages.
+template <typename Tiles>
+struct BackwardMemory {
+  static constexpr int kFirstOwn = 0;
+  static constexpr int kSecondOwn = kFirstOwn + Tiles::kRowTileBytes;
+  static constexpr int kFirstPassing = kSecondOwn + Tiles::kRowTileBytes;
+  static constexpr int kSecondPassing = kFirstPassing + 2 * Tiles::kColumnTileBytes;
+  static constexpr int kStatistics = kSecondPassing + 2 * Tiles::kColumnTileBytes;
+  static constexpr int kStatisticsBytes =
+      2 * Tiles::kColumns * static_cast<int>(sizeof(RowStatistics<typename Tiles::Sum>));
+  static constexpr int kScratch = kStatistics + kStatisticsBytes;
+  static_assert(kStatisticsBytes % 128 == 0);
+  static constexpr int bytes(bool has_masks) { return kScratch + Tiles::scratch_bytes(has_masks); }
+};
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __grid_constant__ BackwardCall backward) {
+  using Sum = typename Tiles::Sum;
+  using Memory = BackwardMemory<Tiles>;
+  const Call& call = backward.call;
+  const core::AttentionProblem& problem = call.problem;
+  BlockIndex block;
+  const int part = static_cast<int>(block.take(backward.parts));
+  TilePlace place;
+  place.key_begin = block.take(backward.tiles) * Tiles::kRows;
+  const std::int64_t kv_head = block.take(problem.kv_heads);
+  place.n = block.rest();
+
+  auto* memory = dynamic_shared<unsigned char>();
+  Tiles tiles(memory + Memory::kScratch);
+  auto* statistics = reinterpret_cast<RowStatistics<Sum>*>(memory + Memory::kStatistics);
+  const Factors<Sum> factors(call);
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+                               memory + Memory::kFirstOwn);
+  typename Tiles::RowTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+                                 memory + Memory::kSecondOwn);
+  keys.request(place.key_begin);
+  values.request(place.key_begin);
+
+  typename Tiles::Output key_grad;
+  typename Tiles::Output value_grad;
+  key_grad.clear();
+  value_grad.clear();
+  const auto query_tiles = static_cast<int>((problem.query_length + Tiles::kColumns - 1) / Tiles::kColumns);
+  const std::int64_t group = problem.heads_per_kv_head();
+  for (std::int64_t i = 0; i < group; ++i) {
+    place.h = kv_head * group + i;
+    typename Tiles::ColumnTile queries(
+        matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+        memory + Memory::kFirstPassing);
+    typename Tiles::ColumnTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondPassing);
+    const auto request = [&](const TileStep& step, int stage) {
+      if (!step.exists()) return;
+      const std::int64_t first = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+      queries.request(first, stage);
+      grads.request(first, stage);
+      for (int at = static_cast<int>(threadIdx.x); at < Tiles::kColumns; at += Tiles::kThreads) {
+        statistics[stage * Tiles::kColumns + at] = load_statistics<Sum>(
+            problem, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas, place.n, place.h, first + at);
+      }
+    };
+    TileSchedule<Tiles, true> schedule(call, place, 0, query_tiles);
+    TileStep step = schedule.next();
+    int stage = 0;
+    request(step, stage);
+    Tiles::commit();
+    while (step.exists()) {
+      const TileStep next = schedule.next();
+      place.query_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+      const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, queries, grads);
+      request(next, 1 - stage);
+      Tiles::commit();
+
+      typename Tiles::Scores weights;
+      typename Tiles::Scores score_grads;
+      std::uint32_t visible[Tiles::kRowSlots];
+      std::uint32_t keep[Tiles::kRowSlots] = {};
+      tiles.multiply(weights, keys, queries, stage);
+      mask_scores<Tiles, true>(call, factors, place, step.kind, weights, visible, tiles.stages());
+      tiles.multiply(score_grads, values, grads, stage);
+      if (call.has_dropout) Tiles::keep_keys_in_rows(call, dropout, place, keep);
+      differentiate<Tiles, true>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
+                                 tiles.stages(),
+                                 [&](int, int c) { return statistics[stage * Tiles::kColumns + Tiles::column(c)]; });
+      tiles.accumulate(value_grad, weights, visible, grads, stage, part, careful);
+      tiles.accumulate(key_grad, score_grads, visible, queries, stage, part, careful);
+      stage = 1 - stage;
+      step = next;
+    }
+    Tiles::arrive();  // the next head begins with the first stage again
+  }
+  if (backward.outputs.grad_key) {
+    Tiles::store(key_grad, backward.outputs.grad_key, place.n, kv_head, place.key_begin, problem.key_length, part,
+                 problem.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+  }
+  if (backward.outputs.grad_value) {
+    Tiles::store(value_grad, backward.outputs.grad_value, place.n, kv_head, place.key_begin, problem.key_length, part,
+                 problem.value_dim, [](int) { return Sum{1}; });
+  }
+}
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads)
+    backward_queries_kernel(const __grid_constant__ BackwardCall backward) {
+  using Sum = typename Tiles::Sum;
+  using Memory = BackwardMemory<Tiles>;
+  const Call& call = backward.call;
+  const core::AttentionProblem& problem = call.problem;
+  BlockIndex block;
+  const int part = static_cast<int>(block.take(backward.parts));
+  std::int64_t row_tile = block.take(backward.tiles);
+  if (problem.is_causal) row_tile = backward.tiles - 1 - row_tile;  // the longest rows first
+  TilePlace place;
+  place.query_begin = row_tile * Tiles::kRows;
+  place.h = block.take(problem.heads);
+  place.n = block.rest();
+  const std::int64_t kv_head = place.h / problem.heads_per_kv_head();
+
+  auto* memory = dynamic_shared<unsigned char>();
+  Tiles tiles(memory + Memory::kScratch);
+  const Factors<Sum> factors(call);
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+                                  memory + Memory::kFirstOwn);
+  typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondOwn);
+  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+                                  memory + Memory::kFirstPassing);
+  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+                                    memory + Memory::kSecondPassing);
+  queries.request(place.query_begin);
+  grads.request(place.query_begin);
+  RowStatistics<Sum> rows[Tiles::kRowSlots];
+#pragma unroll
+  for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+    rows[slot] = load_statistics<Sum>(problem, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas,
+                                      place.n, place.h, place.query_begin + Tiles::row(slot));
+  }
+  DropoutGroup<Tiles> dropout_group;
+  typename Tiles::Output query_grad;
+  query_grad.clear();
+
+  const auto request = [&](const TileStep& step, int stage) {
+    if (!step.exists()) return;
+    keys.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns, stage);
+    values.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns, stage);
+  };
+  const auto key_tiles = static_cast<int>((problem.key_length + Tiles::kColumns - 1) / Tiles::kColumns);
+  TileSchedule<Tiles, false> schedule(call, place, 0, key_tiles);
+  TileStep step = schedule.next();
+  int stage = 0;
+  request(step, stage);
+  Tiles::commit();
+  while (step.exists()) {
+    const TileStep next = schedule.next();
+    place.key_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+    const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, keys);
+    request(next, 1 - stage);
+    Tiles::commit();
+
+    typename Tiles::Scores weights;
+    typename Tiles::Scores score_grads;
+    std::uint32_t visible[Tiles::kRowSlots];
+    std::uint32_t keep[Tiles::kRowSlots] = {};
+    tiles.multiply(weights, queries, keys, stage);
+    mask_scores<Tiles, false>(call, factors, place, step.kind, weights, visible, tiles.stages());
+    tiles.multiply(score_grads, grads, values, stage);
+    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+    differentiate<Tiles, false>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
+                                tiles.stages(), [&](int slot, int) { return rows[slot]; });
+    tiles.accumulate(query_grad, score_grads, visible, keys, stage, part, careful);
+    stage = 1 - stage;
+    step = next;
+  }
+  Tiles::arrive();  // no copy may outlive the block's use of shared memory
+  Tiles::store(query_grad, backward.outputs.grad_query, place.n, place.h, place.query_begin, problem.query_length, part,
+               problem.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+}
+
+}  // namespace fused_mha::cuda

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What every kernel is given of a call, by value, and the small functions that all of them share.
+//
+// Scores live in a unit in which exp is exp2 and the sum of two finite masks stays finite: a stored score t stands for
+// the natural score t * unit * ln 2. unit is 1 without float masks and 4 with them (finfo.min / 4 * log2(e), twice, is
+// still finite).
+//
+//   t = query_factor * (query . key) + bias_factor * masks         P = exp2(unit * (t - row_max)) / row_sum
+//
+// Sum is the type that sums are kept in: double for float64, float for everything else.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "core/dropout.h"
+#include "core/problem.h"
+#include "cuda/device.h"
+
+namespace fused_mha::cuda {
+
+/// One byte a tile of a mask (masks.h), with stride 0 where the mask broadcasts; null data: every tile is mixed.
+struct MaskClasses {
+  const std::uint8_t* data = nullptr;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t row_stride = 0;
+};
+
+struct Call {
+  core::AttentionProblem problem;
+  double query_factor = 1.0;
+  double bias_factor = 1.0;
+  double unit = 1.0;
+  bool has_bias = false;  // scores are scaled before masks act on them, not when exp2 is taken
+  bool has_dropout = false;
+  std::uint32_t dropout_threshold = 0;
+  double dropout_scale = 1.0;
+  const std::int64_t* rng_numbers = nullptr;  // in device memory: a captured graph reads what is there when it runs
+  std::int64_t rng_stride = 1;
+  MaskClasses attn_classes;
+  MaskClasses padding_classes;
+};
+
+template <typename Sum>
+inline constexpr Sum kMinusInfinity = -std::numeric_limits<Sum>::infinity();
+
+/// The call's numbers in the type of sums.
+template <typename Sum>
+struct Factors {
+  Sum query_factor;
+  Sum bias_factor;
+  Sum unit;
+  Sum dropout_scale;
+
+  __device__ explicit Factors(const Call& call)
+      : query_factor(static_cast<Sum>(call.query_factor)),
+        bias_factor(static_cast<Sum>(call.bias_factor)),
+        unit(static_cast<Sum>(call.unit)),
+        dropout_scale(static_cast<Sum>(call.dropout_scale)) {}
+};
+
+/// The Philox key of the call, had from device memory.
+__device__ inline core::PhiloxKey dropout_key(const Call& call) {
+  if (!call.has_dropout) return {};
+  return core::dropout_key(
+      {static_cast<std::uint64_t>(call.rng_numbers[0]), static_cast<std::uint64_t>(call.rng_numbers[call.rng_stride])});
+}
+
+/// Which element of the grid of tiles a thread block works on: blockIdx.x taken apart, innermost dimension first.
+class BlockIndex {
+ public:
+  __device__ BlockIndex() : rest_(blockIdx.x) {}
+  __device__ std::int64_t take(std::int64_t size) {
+    const std::int64_t result = rest_ % size;
+    rest_ /= size;
+    return result;
+  }
+  __device__ std::int64_t rest() const { return rest_; }
+
+ private:
+  std::int64_t rest_;
+};
+
+/// Where a tile of scores lies.
+struct TilePlace {
+  std::int64_t n = 0;
+  std::int64_t h = 0;
+  std::int64_t query_begin = 0;
+  std::int64_t key_begin = 0;
+};
+
+/// One (n, h) of a strided tensor: rows x columns elements, of which `rows` and `columns` exist. All are addressed in
+/// elements, 64 bits wide.
+struct Matrix {
+  const void* data = nullptr;
+  core::DType dtype = core::DType::kFloat32;
+  std::int64_t offset = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t column_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+};
+
+__device__ inline Matrix matrix_of(const core::View& view, std::int64_t n, std::int64_t h, std::int64_t rows,
+                                   std::int64_t columns) {
+  return {view.data, view.dtype, view.offset(n, h, 0, 0), view.strides[2], view.strides[3], rows, columns};
+}
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float exp2_of(float x) { return exp2_fast(x); }
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+/// An element of any floating dtype as a sum. Only float64 problems have elements of float64.
+template <typename Sum>
+__device__ __forceinline__ Sum load_element(const void* data, core::DType dtype, std::int64_t offset) {
+  if constexpr (std::is_same_v<Sum, double>) {
+    return static_cast<const double*>(data)[offset];
+  } else {
+    if (dtype == core::DType::kFloat32) return static_cast<const float*>(data)[offset];
+    if (dtype == core::DType::kFloat16) return widen(static_cast<const half*>(data)[offset]);
+    return widen(static_cast<const bfloat16*>(data)[offset]);
+  }
+}
+
+/// Rounds to the dtype; any floating one.
+template <typename Sum>
+__device__ __forceinline__ void store_rounded(void* data, core::DType dtype, std::int64_t offset, Sum value) {
+  switch (dtype) {
+    case core::DType::kFloat64:
+      static_cast<double*>(data)[offset] = static_cast<double>(value);
+      break;
+    case core::DType::kFloat32:
+      static_cast<float*>(data)[offset] = static_cast<float>(value);
+      break;
+    case core::DType::kFloat16:
+      static_cast<half*>(data)[offset] = narrow<half>(static_cast<float>(value));
+      break;
+    default:
+      static_cast<bfloat16*>(data)[offset] = narrow<bfloat16>(static_cast<float>(value));
+      break;
+  }
+}
+
+/// The largest, or the sum, over lanes that differ in the bits of `lanes`.
+template <int kLanes, typename Sum>
+__device__ __forceinline__ Sum largest_of_lanes(Sum value) {
+#pragma unroll
+  for (int bit = 1; bit < kWarpSize; bit *= 2) {
+    if ((kLanes & bit) != 0) value = larger(value, __shfl_xor_sync(kAllLanes, value, bit));
+  }
+  return value;
+}
+template <int kLanes, typename Sum>
+__device__ __forceinline__ Sum sum_of_lanes(Sum value) {
+#pragma unroll
+  for (int bit = 1; bit < kWarpSize; bit *= 2) {
+    if ((kLanes & bit) != 0) value += __shfl_xor_sync(kAllLanes, value, bit);
+  }
+  return value;
+}
+
+}  // namespace fused_mha::cuda

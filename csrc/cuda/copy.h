@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Tiles of 16-bit elements in shared memory: kRows x kDim, filled from a Matrix, zeros where it has no element.
+//
+// A row's 16-byte chunks are permuted so that ldmatrix, which reads eight rows at one chunk, and its transposed form
+// meet each bank once: chunk c of row r lies at c ^ (r % 8) where rows are whole 128-byte lines, else at c ^ (r / 2 %
+// 4). Rows that lie in aligned chunks are copied by cp.async; others, any stride or alignment, element by element.
+#pragma once
+
+#include "cuda/call.h"
+
+namespace fused_mha::cuda {
+
+inline constexpr int kChunk = 8;  // 16-bit elements in 16 bytes
+
+template <int kDim>
+__device__ __forceinline__ int swizzle_of_row(int row) {
+  static_assert(kDim % 32 == 0);
+  return kDim % 64 == 0 ? row & 7 : (row >> 1) & 3;
+}
+
+/// Where a chunk begins, in elements.
+template <int kDim>
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return row * kDim + (chunk ^ swizzle_of_row<kDim>(row)) * kChunk;
+}
+
+/// Whether every chunk of every row can be copied as it is.
+template <typename T>
+__device__ __forceinline__ bool lies_in_chunks(const Matrix& matrix) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(static_cast<const T*>(matrix.data) + matrix.offset);
+  return matrix.column_stride == 1 && matrix.columns % kChunk == 0 && begin % (kChunk * sizeof(T)) == 0 &&
+         matrix.row_stride % kChunk == 0;
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t load_pair(const T* row, const Matrix& matrix, std::int64_t column) {
+  std::uint32_t pair = 0;
+  if (column < matrix.columns) pair = row[column * matrix.column_stride].bits;
+  if (column + 1 < matrix.columns) {
+    pair |= static_cast<std::uint32_t>(row[(column + 1) * matrix.column_stride].bits) << 16;
+  }
+  return pair;
+}
+
+/// A tile (of several stages, one behind the other) and the matrix that it shows a part of.
+template <typename T, int kRows, int kDim, int kThreads>
+struct SharedTile {
+  static constexpr int kElements = kRows * kDim;
+  static constexpr int kChunksOfRow = kDim / kChunk;
+  static constexpr int kRowsOfStep = kThreads / kChunksOfRow;
+  static constexpr int kSteps = kRows / kRowsOfStep;
+  static_assert(kThreads % kChunksOfRow == 0 && kRows % kRowsOfStep == 0);
+
+  Matrix matrix;
+  T* memory;
+  bool in_chunks;
+
+  __device__ SharedTile(const Matrix& from, void* to)
+      : matrix(from), memory(static_cast<T*>(to)), in_chunks(lies_in_chunks<T>(from)) {}
+
+  __device__ T* stage(int index) const { return memory + index * kElements; }
+
+  /// Starts to copy rows first, first + 1, ...; the caller commits.
+  __device__ __forceinline__ void request(std::int64_t first, int stage_index = 0) const {
+    const int chunk = static_cast<int>(threadIdx.x) % kChunksOfRow;
+    const int first_row = static_cast<int>(threadIdx.x) / kChunksOfRow;
+    T* tile = stage(stage_index);
+    const T* begin = static_cast<const T*>(matrix.data) + matrix.offset;
+    // Rows of the tile that exist, for this thread's chunk.
+    const std::int64_t left = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
+    const int rows = left > kRows ? kRows : left < 0 ? 0 : static_cast<int>(left);
+    if (in_chunks) {
+      const T* from = begin + (first + first_row) * matrix.row_stride + chunk * kChunk;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int row = first_row + step * kRowsOfStep;
+        cp_async_16(tile + chunk_offset<kDim>(row, chunk), row < rows ? from : begin, row < rows);
+        from += kRowsOfStep * matrix.row_stride;
+      }
+    } else {
+#pragma unroll 1
+      for (int row = first_row; row < kRows; row += kRowsOfStep) {
+        uint4 value = make_uint4(0, 0, 0, 0);
+        if (row < rows) {
+          const T* from = begin + (first + row) * matrix.row_stride;
+          value.x = load_pair(from, matrix, chunk * kChunk);
+          value.y = load_pair(from, matrix, chunk * kChunk + 2);
+          value.z = load_pair(from, matrix, chunk * kChunk + 4);
+          value.w = load_pair(from, matrix, chunk * kChunk + 6);
+        }
+        *reinterpret_cast<uint4*>(tile + chunk_offset<kDim>(row, chunk)) = value;
+      }
+    }
+  }
+
+  /// Whether a chunk that this thread copied holds an infinity or a NaN. Needs no barrier: it looks at its own.
+  __device__ bool own_part_is_not_finite(int stage_index) const {
+    constexpr std::uint32_t kExponent = std::is_same_v<T, half> ? 0x7C00U : 0x7F80U;
+    const T* tile = stage(stage_index);
+    bool found = false;
+#pragma unroll 2
+    for (int step = 0; step < kSteps; ++step) {
+      const uint4 value = *reinterpret_cast<const uint4*>(
+          tile + chunk_offset<kDim>(static_cast<int>(threadIdx.x) / kChunksOfRow + step * kRowsOfStep,
+                                    static_cast<int>(threadIdx.x) % kChunksOfRow));
+      const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+      for (const std::uint32_t word : words) {
+        found = found || (word & kExponent) == kExponent || ((word >> 16) & kExponent) == kExponent;
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace fused_mha::cuda

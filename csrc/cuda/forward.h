@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Forward attention (Dao, "FlashAttention-2", 2023, algorithm 1): a thread block has kRows queries of one head and
+// walks over the keys that any of them sees.
+//
+//   query (N, H, L, D), key (N, Hkv, S, D), value (N, Hkv, S, Dv), output (N, H, L, Dv)
+//
+//   for each visible tile of keys:
+//     t = query_factor Q K^T + masks;  P, m, sum = online softmax;  O = O shrink + keep(P) V
+//   output = O / (sum (1 - p));  row_max = m, row_sum = sum
+//
+// With splits > 1 a block has one part of the keys, leaves O, m and sum in the workspace, and merge_splits_kernel makes
+// the output of them: sum over parts of exp2(unit (m_part - m)) O_part. A row that sees no key gets output 0, m = -inf,
+// sum = 0. The order of sums depends on the shapes and the number of splits alone.
+#pragma once
+
+#include "cuda/dropout_bits.h"
+#include "cuda/masks.h"
+#include "cuda/online_softmax.h"
+
+namespace fused_mha::cuda {
+
+struct ForwardCall {
+  Call call;
+  core::ForwardOutputs outputs;
+  std::int64_t row_tiles = 1;
+  std::int64_t parts = 1;   // of the columns of the output
+  std::int64_t splits = 1;  // of the keys
+  std::int64_t key_tiles_of_split = 0;
+  // With splits > 1, [splits][N * H * L] each, in the type of sums; split_outputs [splits][N * H * L][Dv].
+  void* split_outputs = nullptr;
+  void* split_max = nullptr;
+  void* split_sum = nullptr;
+};
+
+template <typename Tiles>
+struct ForwardMemory {
+  static constexpr int kQueries = 0;
+  static constexpr int kKeys = kQueries + Tiles::kRowTileBytes;
+  static constexpr int kValues = kKeys + Tiles::kColumnTileBytes;
+  static constexpr int kScratch = kValues + Tiles::kColumnTileBytes;
+  static constexpr int bytes(bool has_masks) { return kScratch + Tiles::scratch_bytes(has_masks); }
+};
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads)
+    attention_forward_kernel(const __grid_constant__ ForwardCall forward) {
+  using Sum = typename Tiles::Sum;
+  using Memory = ForwardMemory<Tiles>;
+  const Call& call = forward.call;
+  const core::AttentionProblem& problem = call.problem;
+  BlockIndex block;
+  const std::int64_t split = block.take(forward.splits);
+  const int part = static_cast<int>(block.take(forward.parts));
+  std::int64_t row_tile = block.take(forward.row_tiles);
+  // Under causality the last rows see the most keys: they start first.
+  if (problem.is_causal) row_tile = forward.row_tiles - 1 - row_tile;
+  TilePlace place;
+  place.h = block.take(problem.heads);
+  place.n = block.rest();
+  place.query_begin = row_tile * Tiles::kRows;
+  const std::int64_t kv_head = place.h / problem.heads_per_kv_head();
+
+  auto* memory = dynamic_shared<unsigned char>();
+  Tiles tiles(memory + Memory::kScratch);
+  const Factors<Sum> factors(call);
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+                                  memory + Memory::kQueries);
+  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+                                  memory + Memory::kKeys);
+  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+                                    memory + Memory::kValues);
+
+  const std::int64_t key_tiles = (problem.key_length + Tiles::kColumns - 1) / Tiles::kColumns;
+  const std::int64_t first_tile = split * forward.key_tiles_of_split;
+  const std::int64_t last_tile =
+      first_tile + forward.key_tiles_of_split < key_tiles ? first_tile + forward.key_tiles_of_split : key_tiles;
+  TileSchedule<Tiles, false> schedule(call, place, static_cast<int>(first_tile), static_cast<int>(last_tile));
+  OnlineSoftmax<Tiles> softmax;
+  DropoutGroup<Tiles> dropout_group;
+  typename Tiles::Output output;
+  output.clear();
+
+  TileStep step = schedule.next();
+  queries.request(place.query_begin);
+  if (step.exists()) keys.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns);
+  Tiles::commit();
+  while (step.exists()) {
+    const TileStep next = schedule.next();
+    place.key_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+    Tiles::arrive();  // keys; and the values of the tile before are done with
+    values.request(place.key_begin);
+    Tiles::commit();
+
+    typename Tiles::Scores scores;
+    std::uint32_t visible[Tiles::kRowSlots];
+    tiles.multiply(scores, queries, keys, 0);
+    mask_scores<Tiles, false>(call, factors, place, step.kind, scores, visible, tiles.stages());
+    softmax.add(call, factors, scores, output);
+    if (call.has_dropout) {
+      std::uint32_t keep[Tiles::kRowSlots];
+      dropout_group.keep(call, dropout, place, keep);
+#pragma unroll
+      for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+#pragma unroll
+        for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+          if (((keep[slot] >> c) & 1U) == 0) scores.at(slot, c) = Sum{0};
+        }
+      }
+    }
+    const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, 0, values);
+    if (next.exists()) keys.request(static_cast<std::int64_t>(next.index) * Tiles::kColumns);
+    Tiles::commit();
+    tiles.accumulate(output, scores, visible, values, 0, part, careful);
+    step = next;
+  }
+  Tiles::arrive();  // no copy may outlive the block's use of shared memory
+  softmax.finish();
+
+  const bool is_split = forward.splits > 1;
+  const std::int64_t all_rows = problem.batch * problem.heads * problem.query_length;
+  const std::int64_t first_row = (place.n * problem.heads + place.h) * problem.query_length + place.query_begin;
+  if (part == 0) {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      const int row = Tiles::row(slot);
+      if (place.query_begin + row >= problem.query_length || Tiles::column(0) != 0) continue;
+      const std::int64_t at = (is_split ? split * all_rows : 0) + first_row + row;
+      static_cast<Sum*>(is_split ? forward.split_max : forward.outputs.row_max)[at] = softmax.row_max[slot];
+      static_cast<Sum*>(is_split ? forward.split_sum : forward.outputs.row_sum)[at] = softmax.row_sum[slot];
+    }
+  }
+  if (is_split) {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      const int row = Tiles::row(slot);
+      if (place.query_begin + row >= problem.query_length) continue;
+      Sum* to = static_cast<Sum*>(forward.split_outputs) + (split * all_rows + first_row + row) * problem.value_dim;
+#pragma unroll
+      for (int c = 0; c < Tiles::kOutputSlots; ++c) {
+        const std::int64_t at = static_cast<std::int64_t>(part) * Tiles::kOutput + Tiles::column(c);
+        if (at < problem.value_dim) to[at] = output.at(slot, c);
+      }
+    }
+  } else {
+    Tiles::store(output, forward.outputs.output, place.n, place.h, place.query_begin, problem.query_length, part,
+                 problem.value_dim, [&](int slot) {
+                   return softmax.row_sum[slot] == Sum{0} ? Sum{0} : factors.dropout_scale / softmax.row_sum[slot];
+                 });
+  }
+}
+
+inline constexpr int kMergeWarps = 4;
+
+/// A warp a row.
+template <typename Sum>
+__global__ void __launch_bounds__(kMergeWarps* kWarpSize)
+    merge_splits_kernel(const __grid_constant__ ForwardCall forward) {
+  const core::AttentionProblem& problem = forward.call.problem;
+  const Factors<Sum> factors(forward.call);
+  const std::int64_t all_rows = problem.batch * problem.heads * problem.query_length;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + threadIdx.x / kWarpSize;
+  if (row >= all_rows) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const auto* split_max = static_cast<const Sum*>(forward.split_max);
+  const auto* split_sum = static_cast<const Sum*>(forward.split_sum);
+  const auto* split_outputs = static_cast<const Sum*>(forward.split_outputs);
+  Sum row_max = kMinusInfinity<Sum>;
+  for (std::int64_t split = 0; split < forward.splits; ++split) {
+    row_max = larger(row_max, split_max[split * all_rows + row]);
+  }
+  const Sum reference = reference_of(row_max);
+  Sum sum{0};
+  for (std::int64_t split = 0; split < forward.splits; ++split) {
+    const std::int64_t at = split * all_rows + row;
+    sum += split_sum[at] * exp2_of((split_max[at] - reference) * factors.unit);
+  }
+  const Sum factor = sum == Sum{0} ? Sum{0} : factors.dropout_scale / sum;
+  const std::int64_t l = row % problem.query_length;
+  const std::int64_t h = row / problem.query_length % problem.heads;
+  const std::int64_t n = row / problem.query_length / problem.heads;
+  for (std::int64_t column = lane; column < problem.value_dim; column += kWarpSize) {
+    Sum total{0};
+    for (std::int64_t split = 0; split < forward.splits; ++split) {
+      const std::int64_t at = split * all_rows + row;
+      total += split_outputs[at * problem.value_dim + column] * exp2_of((split_max[at] - reference) * factors.unit);
+    }
+    const core::MutableView& to = forward.outputs.output;
+    store_rounded(to.data, to.dtype, to.offset(n, h, l, column), total * factor);
+  }
+  if (lane == 0) {
+    static_cast<Sum*>(forward.outputs.row_max)[row] = row_max;
+    static_cast<Sum*>(forward.outputs.row_sum)[row] = sum;
+  }
+}
+
+}  // namespace fused_mha::cuda

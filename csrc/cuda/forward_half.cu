@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "cuda/tensor_kernels.h"
+
+namespace fused_mha::cuda {
+
+template <>
+ForwardKernels tensor_forward_kernels<half>(int dim) {
+  return tensor_forward_kernels_of<half>(dim);
+}
+
+}  // namespace fused_mha::cuda

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Softmax of rows whose scores arrive tile by tile (Milakov and Gimelshein, "Online normalizer calculation for
+// softmax", 2018, algorithm 3), and weights had again from what it leaves.
+//
+//   m' = max(m, rowmax t)     P = exp2(unit (t - m'))     sum' = sum exp2(unit (m - m')) + rowsum P
+//
+// A thread adds up its own columns; rows are added over lanes once, at the end. A row that has seen nothing has m =
+// -inf, sum = 0; exp2 is taken against 0 then, so its weights are 0. A NaN score never becomes a maximum and makes the
+// sum NaN.
+#pragma once
+
+#include "cuda/call.h"
+
+namespace fused_mha::cuda {
+
+/// What exp2 is taken against.
+template <typename Sum>
+__device__ __forceinline__ Sum reference_of(Sum row_max) {
+  return row_max == kMinusInfinity<Sum> ? Sum{0} : row_max;
+}
+
+/// exp2(unit (t - reference)). Without bias `score` is the bare product and the unit 1: one multiply-add. With it the
+/// difference comes first: unit * t alone may be infinite.
+template <typename Sum>
+__device__ __forceinline__ Sum unnormalized_weight(bool has_bias, const Factors<Sum>& factors, Sum score,
+                                                   Sum reference) {
+  return has_bias ? exp2_of((score - reference) * factors.unit)
+                  : exp2_of(multiply_add(score, factors.query_factor, -reference));
+}
+
+template <typename Tiles>
+struct OnlineSoftmax {
+  using Sum = typename Tiles::Sum;
+  Sum row_max[Tiles::kRowSlots];
+  Sum row_sum[Tiles::kRowSlots];
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      row_max[slot] = kMinusInfinity<Sum>;
+      row_sum[slot] = Sum{0};
+    }
+  }
+
+  /// Scores become weights; the output of the tiles before shrinks to the new maximum.
+  __device__ __forceinline__ void add(const Call& call, const Factors<Sum>& factors, typename Tiles::Scores& scores,
+                                      typename Tiles::Output& output) {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      Sum tile_max = scores.at(slot, 0);
+#pragma unroll
+      for (int c = 1; c < Tiles::kColumnSlots; ++c) tile_max = larger(tile_max, scores.at(slot, c));
+      tile_max = largest_of_lanes<Tiles::kLanesOfRow>(tile_max);
+      if (!call.has_bias) tile_max *= factors.query_factor;
+      const Sum before = row_max[slot];
+      row_max[slot] = larger(before, tile_max);
+      const Sum reference = reference_of(row_max[slot]);
+      const Sum shrink = exp2_of((before - reference) * factors.unit);
+      Sum sum = row_sum[slot] * shrink;
+#pragma unroll
+      for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), reference);
+        scores.at(slot, c) = weight;
+        sum += weight;
+      }
+      row_sum[slot] = sum;
+#pragma unroll
+      for (int c = 0; c < Tiles::kOutputSlots; ++c) output.at(slot, c) *= shrink;
+    }
+  }
+
+  /// Adds the rows' sums over their lanes.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      row_sum[slot] = sum_of_lanes<Tiles::kLanesOfRow>(row_sum[slot]);
+    }
+  }
+};
+
+/// A finished row, as the backward pass and returned weights need it: its normalized weight of a score t is
+/// exp2(unit (t - reference)) * reciprocal.
+template <typename Sum>
+struct RowStatistics {
+  Sum reference = Sum{0};
+  Sum reciprocal = Sum{0};
+  Sum delta = Sum{0};  // sum over s of weight * its gradient
+};
+
+/// Row l of (n, h); all 0, which makes weights 0, behind the last. `deltas` may be null.
+template <typename Sum>
+__device__ __forceinline__ RowStatistics<Sum> load_statistics(const core::AttentionProblem& problem,
+                                                              const void* row_max, const void* row_sum,
+                                                              const void* deltas, std::int64_t n, std::int64_t h,
+                                                              std::int64_t l) {
+  RowStatistics<Sum> row;
+  if (l >= problem.query_length) return row;
+  const std::int64_t at = (n * problem.heads + h) * problem.query_length + l;
+  row.reference = reference_of(static_cast<const Sum*>(row_max)[at]);
+  const Sum sum = static_cast<const Sum*>(row_sum)[at];
+  row.reciprocal = sum == Sum{0} ? Sum{0} : Sum{1} / sum;
+  if (deltas != nullptr) row.delta = static_cast<const Sum*>(deltas)[at];
+  return row;
+}
+
+}  // namespace fused_mha::cuda

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Returned weights, from the row statistics that the forward kernel left.
+//
+//   weights (N, H, L, S) = keep / (1 - p) P, or (N, 1, L, S): their mean over heads
+//
+// A thread block has one tile of kRows queries x kColumns keys; heads are averaged inside it, in order, so that each
+// element is written once. Every element is written: 0 where nothing is visible.
+#pragma once
+
+#include "cuda/dropout_bits.h"
+#include "cuda/masks.h"
+#include "cuda/online_softmax.h"
+
+namespace fused_mha::cuda {
+
+struct WeightsCall {
+  Call call;
+  core::ForwardOutputs outputs;
+  std::int64_t row_tiles = 1;
+  std::int64_t key_tiles = 1;
+  std::int64_t heads = 1;  // of the result: 1 where they are averaged
+};
+
+template <typename Tiles>
+struct WeightsMemory {
+  static constexpr int kQueries = 0;
+  static constexpr int kKeys = kQueries + Tiles::kRowTileBytes;
+  static constexpr int kScratch = kKeys + Tiles::kColumnTileBytes;
+  static constexpr int bytes(bool has_masks) { return kScratch + Tiles::scratch_bytes(has_masks); }
+};
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads)
+    attention_weights_kernel(const __grid_constant__ WeightsCall weights) {
+  using Sum = typename Tiles::Sum;
+  using Memory = WeightsMemory<Tiles>;
+  const Call& call = weights.call;
+  const core::AttentionProblem& problem = call.problem;
+  BlockIndex block;
+  TilePlace place;
+  place.key_begin = block.take(weights.key_tiles) * Tiles::kColumns;
+  place.query_begin = block.take(weights.row_tiles) * Tiles::kRows;
+  const std::int64_t stored_head = block.take(weights.heads);
+  place.n = block.rest();
+  const bool is_mean = weights.outputs.weights_mode == core::WeightsMode::kAveraged;
+  const std::int64_t first_head = is_mean ? 0 : stored_head;
+  const std::int64_t last_head = is_mean ? problem.heads : stored_head + 1;
+
+  auto* memory = dynamic_shared<unsigned char>();
+  Tiles tiles(memory + Memory::kScratch);
+  const Factors<Sum> factors(call);
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::Scores total;
+  Tiles::clear(total);
+  for (place.h = first_head; place.h < last_head; ++place.h) {
+    const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
+    if (kind == TileKind::kHidden) continue;
+    typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+                                    memory + Memory::kQueries);
+    typename Tiles::ColumnTile keys(
+        matrix_of(problem.key, place.n, place.h / problem.heads_per_kv_head(), problem.key_length, problem.head_dim),
+        memory + Memory::kKeys);
+    queries.request(place.query_begin);
+    keys.request(place.key_begin);
+    Tiles::commit();
+    Tiles::arrive();
+    typename Tiles::Scores scores;
+    std::uint32_t visible[Tiles::kRowSlots];
+    std::uint32_t keep[Tiles::kRowSlots] = {};
+    tiles.multiply(scores, queries, keys, 0);
+    mask_scores<Tiles, false>(call, factors, place, kind, scores, visible, tiles.stages());
+    DropoutGroup<Tiles> dropout_group;
+    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      const RowStatistics<Sum> row =
+          load_statistics<Sum>(problem, weights.outputs.row_max, weights.outputs.row_sum, nullptr, place.n, place.h,
+                               place.query_begin + Tiles::row(slot));
+#pragma unroll
+      for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference);
+        const bool keeps = !call.has_dropout || ((keep[slot] >> c) & 1U) != 0;
+        if (keeps && ((visible[slot] >> c) & 1U) != 0) {
+          total.at(slot, c) += weight * row.reciprocal * factors.dropout_scale;
+        }
+      }
+    }
+    Tiles::arrive();  // the next head's copies overwrite what is read here
+  }
+  const Sum share = is_mean ? Sum{1} / static_cast<Sum>(problem.heads) : Sum{1};
+  const core::MutableView& to = weights.outputs.weights;
+#pragma unroll
+  for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+    const std::int64_t l = place.query_begin + Tiles::row(slot);
+    if (l >= problem.query_length) continue;
+#pragma unroll
+    for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+      const std::int64_t s = place.key_begin + Tiles::column(c);
+      if (s < problem.key_length) {
+        store_rounded(to.data, to.dtype, to.offset(place.n, stored_head, l, s), total.at(slot, c) * share);
+      }
+    }
+  }
+}
+
+}  // namespace fused_mha::cuda

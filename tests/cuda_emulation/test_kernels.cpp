@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The CUDA kernels, run on the CPU by the emulation, against core/reference.h: random problems of every kind, in thread
+// orders and copy modes that follow the seed. The emulation itself fails a test on a race, a missing wait, an access out of
+// bounds or unwritten shared memory.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "catch.h"
+#include "core/dropout.h"
+#include "core/mask.h"
+#include "core/reference.h"
+#include "cuda/run.h"
+#include "cuda_emulation/control.h"
+#include "random_problem.h"
+
+namespace fused_mha::test {
+namespace {
+
+using core::DType;
+using core::WeightsMode;
+using cuda_emulation::Copies;
+using cuda_emulation::GlobalRange;
+using cuda_emulation::Order;
+using cuda_emulation::settings;
+
+class SettingsGuard {
+ public:
+  SettingsGuard() : before_(settings()) {}
+  ~SettingsGuard() { settings() = before_; }
+  SettingsGuard(const SettingsGuard&) = delete;
+  SettingsGuard& operator=(const SettingsGuard&) = delete;
+
+ private:
+  cuda_emulation::Settings before_;
+};
+
+/// Device memory of one call: what is named here may be touched, nothing else.
+class DeviceMemory {
+ public:
+  void add(const Tensor& tensor, bool writable) { add(tensor.storage.data(), tensor.storage.size(), writable); }
+  void add(const void* data, std::size_t bytes, bool writable) {
+    if (bytes > 0) ranges_.push_back(std::make_unique<GlobalRange>(data, bytes, writable));
+  }
+  void add(const Problem& problem) {
+    for (const Tensor* tensor :
+         {&problem.query, &problem.key, &problem.value, &problem.key_padding_mask, &problem.attn_mask}) {
+      add(*tensor, false);
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<GlobalRange>> ranges_;
+};
+
+struct AlignedBytes {
+  explicit AlignedBytes(std::size_t bytes)
+      : size((bytes + 255) / 256 * 256), data(size == 0 ? nullptr : std::aligned_alloc(256, size), &std::free) {
+    // Not zeros: nothing may rely on them.
+    if (size > 0) std::fill_n(static_cast<std::uint8_t*>(data.get()), size, std::uint8_t{0xFF});
+  }
+  std::size_t size;
+  std::unique_ptr<void, decltype(&std::free)> data;
+};
+
+struct ForwardResult {
+  Tensor output;
+  Tensor weights;
+  std::vector<double> row_max;  // storage of either accumulation type
+  std::vector<double> row_sum;
+};
+
+std::array<std::int64_t, 2> rng_numbers(const core::AttentionProblem& problem) {
+  return {static_cast<std::int64_t>(problem.rng.seed), static_cast<std::int64_t>(problem.rng.offset)};
+}
+
+ForwardResult run_forward(const Problem& p, WeightsMode mode) {
+  const core::AttentionProblem& problem = p.problem;
+  ForwardResult result;
+  result.output =
+      make_tensor(problem.query.dtype, {problem.batch, problem.heads, problem.query_length, problem.value_dim});
+  const std::int64_t weight_heads = mode == WeightsMode::kPerHead ? problem.heads : 1;
+  result.weights =
+      make_tensor(problem.query.dtype, {problem.batch, weight_heads, problem.query_length, problem.key_length});
+  if (mode == WeightsMode::kAveraged) result.weights.view.strides[1] = 0;
+  const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
+  result.row_max.resize(rows);
+  result.row_sum.resize(rows);
+  core::ForwardOutputs outputs;
+  outputs.output = result.output.view;
+  outputs.row_max = result.row_max.data();
+  outputs.row_sum = result.row_sum.data();
+  outputs.weights_mode = mode;
+  if (mode != WeightsMode::kNone) outputs.weights = result.weights.view;
+  const auto rng = rng_numbers(problem);
+  const AlignedBytes workspace(cuda::forward_workspace_bytes(problem, outputs));
+  DeviceMemory memory;
+  memory.add(p);
+  memory.add(result.output, true);
+  memory.add(result.weights, true);
+  memory.add(result.row_max.data(), rows * sizeof(double), true);
+  memory.add(result.row_sum.data(), rows * sizeof(double), true);
+  memory.add(rng.data(), sizeof(rng), false);
+  memory.add(workspace.data.get(), workspace.size, true);
+  cuda::attention_forward(problem, outputs, {rng.data(), 1}, workspace.data.get(), nullptr);
+  return result;
+}
+
+struct BackwardResult {
+  Tensor query, key, value, key_padding_mask, attn_mask;
+};
+
+BackwardResult run_backward(const Problem& p, const ForwardResult& forward, const Tensor& grad_output,
+                            const Tensor* grad_weights, WeightsMode mode) {
+  const core::AttentionProblem& problem = p.problem;
+  const DType dtype = problem.query.dtype;
+  BackwardResult result;
+  result.query = make_tensor(dtype, {problem.batch, problem.heads, problem.query_length, problem.head_dim});
+  result.key = make_tensor(dtype, {problem.batch, problem.kv_heads, problem.key_length, problem.head_dim});
+  result.value = make_tensor(dtype, {problem.batch, problem.kv_heads, problem.key_length, problem.value_dim});
+  core::BackwardOutputs outputs;
+  outputs.grad_query = result.query.view;
+  outputs.grad_key = result.key.view;
+  outputs.grad_value = result.value.view;
+  if (problem.key_padding_mask && problem.key_padding_mask.dtype != DType::kBool) {
+    result.key_padding_mask = make_tensor(problem.key_padding_mask.dtype, p.key_padding_mask.sizes);
+    outputs.grad_key_padding_mask = result.key_padding_mask.view;
+  }
+  if (problem.attn_mask && problem.attn_mask.dtype != DType::kBool) {
+    result.attn_mask = make_tensor(problem.attn_mask.dtype, p.attn_mask_sizes);
+    outputs.grad_attn_mask = result.attn_mask.view;
+    outputs.attn_mask_sizes = p.attn_mask_sizes;
+  }
+  core::BackwardInputs inputs;
+  inputs.grad_output = grad_output.read();
+  if (grad_weights != nullptr) {
+    inputs.grad_weights = grad_weights->read();
+    if (mode == WeightsMode::kAveraged) inputs.grad_weights.strides[1] = 0;
+  }
+  inputs.weights_mode = mode;
+  inputs.output = forward.output.read();
+  inputs.row_max = forward.row_max.data();
+  inputs.row_sum = forward.row_sum.data();
+  const auto rng = rng_numbers(problem);
+  const AlignedBytes workspace(cuda::backward_workspace_bytes(problem, inputs, outputs));
+  DeviceMemory memory;
+  memory.add(p);
+  memory.add(forward.output, false);
+  memory.add(forward.row_max.data(), forward.row_max.size() * sizeof(double), false);
+  memory.add(forward.row_sum.data(), forward.row_sum.size() * sizeof(double), false);
+  memory.add(grad_output, false);
+  if (grad_weights != nullptr) memory.add(*grad_weights, false);
+  memory.add(rng.data(), sizeof(rng), false);
+  memory.add(workspace.data.get(), workspace.size, true);
+  for (const Tensor* tensor :
+       {&result.query, &result.key, &result.value, &result.key_padding_mask, &result.attn_mask}) {
+    memory.add(*tensor, true);
+  }
+  cuda::attention_backward(problem, inputs, outputs, {rng.data(), 1}, workspace.data.get(), nullptr);
+  return result;
+}
+
+/// Largest difference to the expected values, relative to their largest magnitude, or to 1, the size of the random
+/// inputs, where cancellation makes them smaller. NaN where either side alone is NaN.
+double relative_error(const Tensor& actual, const std::vector<double>& expected) {
+  double worst = 0.0;
+  double largest = 1.0;
+  std::size_t i = 0;
+  const auto [a, b, c, d] = actual.sizes;
+  for (std::int64_t i0 = 0; i0 < a; ++i0) {
+    for (std::int64_t i1 = 0; i1 < b; ++i1) {
+      for (std::int64_t i2 = 0; i2 < c; ++i2) {
+        for (std::int64_t i3 = 0; i3 < d; ++i3, ++i) {
+          const double value = actual.get(i0, i1, i2, i3);
+          if (std::isnan(value) && std::isnan(expected[i])) continue;
+          if (std::isnan(value) || std::isnan(expected[i])) return std::numeric_limits<double>::quiet_NaN();
+          worst = std::max(worst, std::abs(value - expected[i]));
+          largest = std::max(largest, std::abs(expected[i]));
+        }
+      }
+    }
+  }
+  return worst / largest;
+}
+
+/// Units in which errors are allowed: the storage's epsilon.
+double epsilon_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 0x1p-52;
+    case DType::kBFloat16:
+      return 0x1p-8;
+    case DType::kFloat16:
+      return 0x1p-11;
+    default:
+      return 0x1p-23;
+  }
+}
+constexpr double kForwardEpsilons = 16.0;
+constexpr double kBackwardEpsilons = 256.0;  // gradients that cancel: a row with one key, many rows a sum
+
+std::vector<double> summed_to(const core::AttentionProblem& problem, const std::array<std::int64_t, 4>& sizes,
+                              const std::vector<double>& scores) {
+  std::vector<double> sums(static_cast<std::size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]), 0.0);
+  std::size_t i = 0;
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t h = 0; h < problem.heads; ++h) {
+      for (std::int64_t l = 0; l < problem.query_length; ++l) {
+        for (std::int64_t s = 0; s < problem.key_length; ++s, ++i) {
+          if (s >= problem.masked_keys()) continue;
+          const std::int64_t at =
+              ((n % sizes[0] * sizes[1] + h % sizes[1]) * sizes[2] + l % sizes[2]) * sizes[3] + s % sizes[3];
+          sums[static_cast<std::size_t>(at)] += scores[i];
+        }
+      }
+    }
+  }
+  return sums;
+}
+
+std::vector<double> averaged_over_heads(const core::AttentionProblem& problem, const std::vector<double>& weights) {
+  const std::int64_t matrix = problem.query_length * problem.key_length;
+  std::vector<double> average(static_cast<std::size_t>(problem.batch * matrix), 0.0);
+  for (std::int64_t n = 0; n < problem.batch; ++n) {
+    for (std::int64_t h = 0; h < problem.heads; ++h) {
+      for (std::int64_t i = 0; i < matrix; ++i) {
+        average[static_cast<std::size_t>(n * matrix + i)] +=
+            weights[static_cast<std::size_t>((n * problem.heads + h) * matrix + i)] /
+            static_cast<double>(problem.heads);
+      }
+    }
+  }
+  return average;
+}
+
+void check_case(const Case& c) {
+  INFO(describe(c));
+  const std::unique_ptr<Problem> p = make_problem(c);
+  const double epsilon = epsilon_of(c.dtype);
+  const bool is_short = c.dtype == DType::kBFloat16 || c.dtype == DType::kFloat16;
+  REQUIRE((cuda::tensor_cores_refuse(p->problem, false) == nullptr) == is_short);
+  REQUIRE((cuda::tensor_cores_refuse(p->problem, true) == nullptr) == is_short);
+  const core::ReferenceForward expected = core::reference_forward(p->problem);
+  const std::vector<double> average = averaged_over_heads(p->problem, expected.weights);
+  const ForwardResult plain = run_forward(*p, WeightsMode::kNone);
+  CHECK(relative_error(plain.output, expected.output) <= kForwardEpsilons * epsilon);
+  const bool is_averaged = c.seed % 2 == 0;
+  const WeightsMode mode = is_averaged ? WeightsMode::kAveraged : WeightsMode::kPerHead;
+  const ForwardResult weighted = run_forward(*p, mode);
+  CHECK(weighted.output.storage == plain.output.storage);
+  CHECK(relative_error(weighted.weights, is_averaged ? average : expected.weights) <= kForwardEpsilons * epsilon);
+
+  std::mt19937 random(c.seed + 1);
+  Tensor grad_output = make_tensor(c.dtype, plain.output.sizes, Layout::kHeadsInside);
+  Tensor grad_weights = make_tensor(c.dtype, weighted.weights.sizes);
+  fill_random(grad_output, random);
+  fill_random(grad_weights, random);
+  const bool through_weights = c.seed % 3 == 0;
+  INFO("through weights " << through_weights << ", averaged " << is_averaged);
+  const core::ReferenceBackward want = core::reference_backward(
+      p->problem, grad_output.read(), through_weights ? grad_weights.read() : core::View{},
+      through_weights ? mode : WeightsMode::kNone);
+  const BackwardResult got = run_backward(*p, plain, grad_output, through_weights ? &grad_weights : nullptr,
+                                          through_weights ? mode : WeightsMode::kNone);
+  CHECK(relative_error(got.query, want.grad_query) <= kBackwardEpsilons * epsilon);
+  CHECK(relative_error(got.key, want.grad_key) <= kBackwardEpsilons * epsilon);
+  CHECK(relative_error(got.value, want.grad_value) <= kBackwardEpsilons * epsilon);
+  if (got.key_padding_mask.view) {
+    CHECK(relative_error(got.key_padding_mask, want.grad_key_padding_mask) <=
+          kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
+  }
+  if (got.attn_mask.view) {
+    CHECK(relative_error(got.attn_mask, summed_to(p->problem, p->attn_mask_sizes, want.grad_scores)) <=
+          kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
+  }
+}
+
+Case random_case(std::mt19937& random, std::initializer_list<std::int64_t> dtypes) {
+  const auto pick = [&](std::initializer_list<std::int64_t> choices) {
+    return *(choices.begin() + std::uniform_int_distribution<std::size_t>(0, choices.size() - 1)(random));
+  };
+  Case c;
+  c.N = pick({1, 1, 2});
+  c.Hkv = pick({1, 2});
+  c.H = c.Hkv * pick({1, 1, 3});
+  c.L = pick({1, 2, 3, 15, 31, 33, 63, 64, 65, 97, 130});
+  c.S = pick({1, 2, 3, 15, 31, 33, 64, 65, 96, 127, 129, 200});
+  c.D = pick({1, 3, 8, 16, 20, 32, 40, 64, 80});
+  c.Dv = pick({1, 4, 7, 16, 24, 32, 64, 72, 100, 130});
+  c.dtype = static_cast<DType>(pick(dtypes));
+  c.layout = static_cast<Layout>(pick({0, 1, 2, 3}));
+  c.padding = static_cast<Padding>(pick({0, 1, 2, 3, 4, 5, 6}));
+  c.attn_mask = static_cast<AttnMask>(pick({0, 1, 2, 3, 4, 5, 6, 7, 8}));
+  c.mask_dtype = static_cast<DType>(pick({0, 0, 1, 2, 3}));
+  // -65504 is finite, but a score beside it has no digits left in float: nothing to compare.
+  if (c.attn_mask == AttnMask::kLowest && c.mask_dtype == DType::kFloat16) c.mask_dtype = DType::kFloat32;
+  c.is_causal = pick({0, 0, 1}) == 1;
+  c.always_visible_keys = std::min(pick({0, 0, 0, 1, 2}), c.S);
+  c.dropout_p = std::uniform_int_distribution<int>(0, 3)(random) == 0 ? 0.3 : 0.0;
+  c.seed = random();
+  return c;
+}
+
+/// Random problems of the dtypes, each under an order of threads and a mode of copies of its own.
+void check_random_cases(int count, std::uint32_t seed, std::initializer_list<std::int64_t> dtypes) {
+  const SettingsGuard guard;
+  std::mt19937 random(seed);
+  for (int i = 0; i < count; ++i) {
+    settings().order = static_cast<Order>(random() % 4);
+    settings().copies = static_cast<Copies>(random() % 2);
+    settings().seed = random();
+    INFO("case " << i);
+    check_case(random_case(random, dtypes));
+  }
+}
+
+int case_count(int standard) {
+  const char* wanted = std::getenv("FUSED_MHA_EMULATED_CASES");
+  return wanted == nullptr ? standard : std::atoi(wanted);
+}
+
+}  // namespace
+
+TEST_CASE("generic kernels agree with the reference in float32 and float64") {
+  check_random_cases(case_count(6), 11, {0, 0, 1});
+}
+
+TEST_CASE("tensor kernels agree with the reference in bfloat16 and float16") {
+  check_random_cases(case_count(6), 12, {2, 3});
+}
+
+}  // namespace fused_mha::test
