@@ -27,15 +27,15 @@ struct BackwardCall {
   core::BackwardInputs inputs;
   core::BackwardOutputs outputs;
   void* deltas = nullptr;  // (N, H, L), in the type of sums
-  std::int64_t tiles = 1;  // of the block's own dimension
-  std::int64_t parts = 1;  // of the columns of the gradients
+  int tiles = 1;           // of the block's own dimension
+  int parts = 1;           // of the columns of the gradients
 };
 
 /// The gradient of the output as a matrix; without one, a matrix of zeros.
-__device__ inline Matrix grad_output_of(const BackwardCall& backward, std::int64_t n, std::int64_t h) {
-  const core::AttentionProblem& problem = backward.call.problem;
-  if (!backward.inputs.grad_output) return matrix_of(problem.query, n, h, 0, problem.value_dim);
-  return matrix_of(backward.inputs.grad_output, n, h, problem.query_length, problem.value_dim);
+__device__ inline Matrix grad_output_of(const BackwardCall& backward, int n, int h) {
+  const Sizes& sizes = backward.call.sizes;
+  if (!backward.inputs.grad_output) return matrix_of(backward.call.problem.query, n, h, 0, sizes.value_dim);
+  return matrix_of(backward.inputs.grad_output, n, h, sizes.queries, sizes.value_dim);
 }
 
 /// Stages what returned weights pass down to kStageRows of the warp's rows.
@@ -43,14 +43,14 @@ template <typename Tiles, bool kKeysInRows>
 __device__ __forceinline__ void stage_weight_gradients(const BackwardCall& backward, const TilePlace& place,
                                                        int first_row, typename Tiles::Sum* stage) {
   using Sum = typename Tiles::Sum;
-  const core::AttentionProblem& problem = backward.call.problem;
+  const Sizes& sizes = backward.call.sizes;
   const core::View& grad = backward.inputs.grad_weights;
   const std::int64_t offset = grad.offset(place.n, place.h, 0, 0);
   const Sum share =
-      backward.inputs.weights_mode == core::WeightsMode::kAveraged ? Sum{1} / static_cast<Sum>(problem.heads) : Sum{1};
+      backward.inputs.weights_mode == core::WeightsMode::kAveraged ? Sum{1} / static_cast<Sum>(sizes.heads) : Sum{1};
   __syncwarp();
-  for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, std::int64_t l, std::int64_t s) {
-    const bool exists = l < problem.query_length && s < problem.key_length;
+  for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, int l, int s) {
+    const bool exists = l < sizes.queries && s < sizes.keys;
     staged = exists
                  ? load_element<Sum>(grad.data, grad.dtype, offset + l * grad.strides[2] + s * grad.strides[3]) * share
                  : Sum{0};
@@ -71,7 +71,7 @@ __device__ __forceinline__ void differentiate(const BackwardCall& backward, cons
   const Call& call = backward.call;
   if (backward.inputs.grad_weights) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
       stage_weight_gradients<Tiles, kKeysInRows>(backward, place, first, stage);
       for_each_unstaged<Tiles>(first, stage, [&](Sum passed, int slot, int c) { grads.at(slot, c) += passed; });
@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
   BlockIndex block;
-  const int part = static_cast<int>(block.take(backward.parts));
+  const int part = block.take(backward.parts);
   TilePlace place;
   place.key_begin = block.take(backward.tiles) * Tiles::kRows;
-  const std::int64_t kv_head = block.take(problem.kv_heads);
+  const int kv_head = block.take(call.sizes.kv_heads);
   place.n = block.rest();
 
   auto* memory = dynamic_shared<unsigned char>();
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
   auto* statistics = reinterpret_cast<RowStatistics<Sum>*>(memory + Memory::kStatistics);
   const Factors<Sum> factors(call);
   const core::PhiloxKey dropout = dropout_key(call);
-  typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+  typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                memory + Memory::kFirstOwn);
-  typename Tiles::RowTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+  typename Tiles::RowTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
                                  memory + Memory::kSecondOwn);
   keys.request(place.key_begin);
   values.request(place.key_begin);
@@ -151,22 +151,21 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
   typename Tiles::Output value_grad;
   key_grad.clear();
   value_grad.clear();
-  const auto query_tiles = static_cast<int>((problem.query_length + Tiles::kColumns - 1) / Tiles::kColumns);
-  const std::int64_t group = problem.heads_per_kv_head();
-  for (std::int64_t i = 0; i < group; ++i) {
-    place.h = kv_head * group + i;
+  const int query_tiles = (call.sizes.queries + Tiles::kColumns - 1) / Tiles::kColumns;
+  for (int i = 0; i < call.sizes.group; ++i) {
+    place.h = kv_head * call.sizes.group + i;
     typename Tiles::ColumnTile queries(
-        matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+        matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
         memory + Memory::kFirstPassing);
     typename Tiles::ColumnTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondPassing);
     const auto request = [&](const TileStep& step, int stage) {
       if (!step.exists()) return;
-      const std::int64_t first = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+      const int first = step.index * Tiles::kColumns;
       queries.request(first, stage);
       grads.request(first, stage);
       for (int at = static_cast<int>(threadIdx.x); at < Tiles::kColumns; at += Tiles::kThreads) {
         statistics[stage * Tiles::kColumns + at] = load_statistics<Sum>(
-            problem, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas, place.n, place.h, first + at);
+            call.sizes, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas, place.n, place.h, first + at);
       }
     };
     TileSchedule<Tiles, true> schedule(call, place, 0, query_tiles);
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
     Tiles::commit();
     while (step.exists()) {
       const TileStep next = schedule.next();
-      place.query_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+      place.query_begin = step.index * Tiles::kColumns;
       const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, queries, grads);
       request(next, 1 - stage);
       Tiles::commit();
@@ -200,12 +199,12 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
     Tiles::arrive();  // the next head begins with the first stage again
   }
   if (backward.outputs.grad_key) {
-    Tiles::store(key_grad, backward.outputs.grad_key, place.n, kv_head, place.key_begin, problem.key_length, part,
-                 problem.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+    Tiles::store(key_grad, backward.outputs.grad_key, place.n, kv_head, place.key_begin, call.sizes.keys, part,
+                 call.sizes.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
   }
   if (backward.outputs.grad_value) {
-    Tiles::store(value_grad, backward.outputs.grad_value, place.n, kv_head, place.key_begin, problem.key_length, part,
-                 problem.value_dim, [](int) { return Sum{1}; });
+    Tiles::store(value_grad, backward.outputs.grad_value, place.n, kv_head, place.key_begin, call.sizes.keys, part,
+                 call.sizes.value_dim, [](int) { return Sum{1}; });
   }
 }
 
@@ -217,32 +216,32 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
   BlockIndex block;
-  const int part = static_cast<int>(block.take(backward.parts));
-  std::int64_t row_tile = block.take(backward.tiles);
+  const int part = block.take(backward.parts);
+  int row_tile = block.take(backward.tiles);
   if (problem.is_causal) row_tile = backward.tiles - 1 - row_tile;  // the longest rows first
   TilePlace place;
   place.query_begin = row_tile * Tiles::kRows;
-  place.h = block.take(problem.heads);
+  place.h = block.take(call.sizes.heads);
   place.n = block.rest();
-  const std::int64_t kv_head = place.h / problem.heads_per_kv_head();
+  const int kv_head = place.h / call.sizes.group;
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum> factors(call);
   const core::PhiloxKey dropout = dropout_key(call);
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kFirstOwn);
   typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondOwn);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kFirstPassing);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
                                     memory + Memory::kSecondPassing);
   queries.request(place.query_begin);
   grads.request(place.query_begin);
   RowStatistics<Sum> rows[Tiles::kRowSlots];
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-    rows[slot] = load_statistics<Sum>(problem, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas,
+    rows[slot] = load_statistics<Sum>(call.sizes, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas,
                                       place.n, place.h, place.query_begin + Tiles::row(slot));
   }
   DropoutGroup<Tiles> dropout_group;
@@ -251,10 +250,10 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   const auto request = [&](const TileStep& step, int stage) {
     if (!step.exists()) return;
-    keys.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns, stage);
-    values.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns, stage);
+    keys.request(step.index * Tiles::kColumns, stage);
+    values.request(step.index * Tiles::kColumns, stage);
   };
-  const auto key_tiles = static_cast<int>((problem.key_length + Tiles::kColumns - 1) / Tiles::kColumns);
+  const int key_tiles = (call.sizes.keys + Tiles::kColumns - 1) / Tiles::kColumns;
   TileSchedule<Tiles, false> schedule(call, place, 0, key_tiles);
   TileStep step = schedule.next();
   int stage = 0;
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   Tiles::commit();
   while (step.exists()) {
     const TileStep next = schedule.next();
-    place.key_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+    place.key_begin = step.index * Tiles::kColumns;
     const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, keys);
     request(next, 1 - stage);
     Tiles::commit();
@@ -282,8 +281,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
     step = next;
   }
   Tiles::arrive();  // no copy may outlive the block's use of shared memory
-  Tiles::store(query_grad, backward.outputs.grad_query, place.n, place.h, place.query_begin, problem.query_length, part,
-               problem.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+  Tiles::store(query_grad, backward.outputs.grad_query, place.n, place.h, place.query_begin, call.sizes.queries, part,
+               call.sizes.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
 }
 
 }  // namespace fused_mha::cuda

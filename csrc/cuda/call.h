@@ -30,8 +30,22 @@ struct MaskClasses {
   std::int64_t row_stride = 0;
 };
 
+/// The problem's sizes. Positions fit in 32 bits, offsets do not.
+struct Sizes {
+  int batch = 0;
+  int heads = 0;
+  int kv_heads = 0;
+  int group = 1;  // heads that share one of keys and values
+  int queries = 0;
+  int keys = 0;
+  int masked_keys = 0;  // the keys behind are outside of all masks
+  int head_dim = 0;
+  int value_dim = 0;
+};
+
 struct Call {
   core::AttentionProblem problem;
+  Sizes sizes;
   double query_factor = 1.0;
   double bias_factor = 1.0;
   double unit = 1.0;
@@ -44,6 +58,11 @@ struct Call {
   MaskClasses attn_classes;
   MaskClasses padding_classes;
 };
+
+/// Where the statistics of query l of (n, h) are.
+__device__ __forceinline__ std::int64_t row_index(const Sizes& sizes, int n, int h, int l) {
+  return (static_cast<std::int64_t>(n) * sizes.heads + h) * sizes.queries + l;
+}
 
 template <typename Sum>
 inline constexpr Sum kMinusInfinity = -std::numeric_limits<Sum>::infinity();
@@ -74,40 +93,43 @@ __device__ inline core::PhiloxKey dropout_key(const Call& call) {
 class BlockIndex {
  public:
   __device__ BlockIndex() : rest_(blockIdx.x) {}
-  __device__ std::int64_t take(std::int64_t size) {
-    const std::int64_t result = rest_ % size;
-    rest_ /= size;
+  __device__ int take(int size) {
+    const auto result = static_cast<int>(rest_ % static_cast<unsigned>(size));
+    rest_ /= static_cast<unsigned>(size);
     return result;
   }
-  __device__ std::int64_t rest() const { return rest_; }
+  __device__ int rest() const { return static_cast<int>(rest_); }
 
  private:
-  std::int64_t rest_;
+  unsigned rest_;
 };
 
 /// Where a tile of scores lies.
 struct TilePlace {
-  std::int64_t n = 0;
-  std::int64_t h = 0;
-  std::int64_t query_begin = 0;
-  std::int64_t key_begin = 0;
+  int n = 0;
+  int h = 0;
+  int query_begin = 0;
+  int key_begin = 0;
 };
 
-/// One (n, h) of a strided tensor: rows x columns elements, of which `rows` and `columns` exist. All are addressed in
-/// elements, 64 bits wide.
+/// One (n, h) of a strided tensor: rows x columns elements, of which `rows` and `columns` exist.
 struct Matrix {
-  const void* data = nullptr;
+  const void* data = nullptr;  // of element (0, 0)
   core::DType dtype = core::DType::kFloat32;
-  std::int64_t offset = 0;
   std::int64_t row_stride = 0;
   std::int64_t column_stride = 0;
-  std::int64_t rows = 0;
-  std::int64_t columns = 0;
+  int rows = 0;
+  int columns = 0;
 };
 
-__device__ inline Matrix matrix_of(const core::View& view, std::int64_t n, std::int64_t h, std::int64_t rows,
-                                   std::int64_t columns) {
-  return {view.data, view.dtype, view.offset(n, h, 0, 0), view.strides[2], view.strides[3], rows, columns};
+__device__ __forceinline__ Matrix matrix_of(const core::View& view, int n, int h, int rows, int columns) {
+  const auto begin = static_cast<std::size_t>(view.offset(n, h, 0, 0)) * core::size_of(view.dtype);
+  return {static_cast<const unsigned char*>(view.data) + begin,
+          view.dtype,
+          view.strides[2],
+          view.strides[3],
+          rows,
+          columns};
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }

@@ -28,13 +28,12 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 /// Whether every chunk of every row can be copied as it is.
 template <typename T>
 __device__ __forceinline__ bool lies_in_chunks(const Matrix& matrix) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(static_cast<const T*>(matrix.data) + matrix.offset);
-  return matrix.column_stride == 1 && matrix.columns % kChunk == 0 && begin % (kChunk * sizeof(T)) == 0 &&
-         matrix.row_stride % kChunk == 0;
+  return matrix.column_stride == 1 && matrix.columns % kChunk == 0 &&
+         reinterpret_cast<std::uintptr_t>(matrix.data) % (kChunk * sizeof(T)) == 0 && matrix.row_stride % kChunk == 0;
 }
 
 template <typename T>
-__device__ __forceinline__ std::uint32_t load_pair(const T* row, const Matrix& matrix, std::int64_t column) {
+__device__ __forceinline__ std::uint32_t load_pair(const T* row, const Matrix& matrix, int column) {
   std::uint32_t pair = 0;
   if (column < matrix.columns) pair = row[column * matrix.column_stride].bits;
   if (column + 1 < matrix.columns) {
@@ -62,16 +61,15 @@ struct SharedTile {
   __device__ T* stage(int index) const { return memory + index * kElements; }
 
   /// Starts to copy rows first, first + 1, ...; the caller commits.
-  __device__ __forceinline__ void request(std::int64_t first, int stage_index = 0) const {
+  __device__ __forceinline__ void request(int first, int stage_index = 0) const {
     const int chunk = static_cast<int>(threadIdx.x) % kChunksOfRow;
     const int first_row = static_cast<int>(threadIdx.x) / kChunksOfRow;
     T* tile = stage(stage_index);
-    const T* begin = static_cast<const T*>(matrix.data) + matrix.offset;
+    const T* begin = static_cast<const T*>(matrix.data);
     // Rows of the tile that exist, for this thread's chunk.
-    const std::int64_t left = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
-    const int rows = left > kRows ? kRows : left < 0 ? 0 : static_cast<int>(left);
+    const int rows = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
     if (in_chunks) {
-      const T* from = begin + (first + first_row) * matrix.row_stride + chunk * kChunk;
+      const T* from = begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int row = first_row + step * kRowsOfStep;
@@ -83,7 +81,7 @@ struct SharedTile {
       for (int row = first_row; row < kRows; row += kRowsOfStep) {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (row < rows) {
-          const T* from = begin + (first + row) * matrix.row_stride;
+          const T* from = begin + static_cast<std::int64_t>(first + row) * matrix.row_stride;
           value.x = load_pair(from, matrix, chunk * kChunk);
           value.y = load_pair(from, matrix, chunk * kChunk + 2);
           value.z = load_pair(from, matrix, chunk * kChunk + 4);

@@ -55,39 +55,39 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
   BlockIndex block;
   TilePlace place;
   place.query_begin = block.take(backward.tiles) * Tiles::kRows;
-  place.h = block.take(problem.heads);
+  place.h = block.take(call.sizes.heads);
   place.n = block.rest();
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum> factors(call);
   const core::PhiloxKey dropout = dropout_key(call);
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
   typename Tiles::ColumnTile keys(
-      matrix_of(problem.key, place.n, place.h / problem.heads_per_kv_head(), problem.key_length, problem.head_dim),
+      matrix_of(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
       memory + Memory::kKeys);
   DropoutGroup<Tiles> dropout_group;
   RowStatistics<Sum> rows[Tiles::kRowSlots];
   Sum sums[Tiles::kRowSlots];
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-    rows[slot] = load_statistics<Sum>(problem, backward.inputs.row_max, backward.inputs.row_sum, nullptr, place.n,
+    rows[slot] = load_statistics<Sum>(call.sizes, backward.inputs.row_max, backward.inputs.row_sum, nullptr, place.n,
                                       place.h, place.query_begin + Tiles::row(slot));
     sums[slot] = Sum{0};
   }
-  const auto key_tiles = static_cast<int>((problem.key_length + Tiles::kColumns - 1) / Tiles::kColumns);
+  const int key_tiles = (call.sizes.keys + Tiles::kColumns - 1) / Tiles::kColumns;
   TileSchedule<Tiles, false> schedule(call, place, 0, key_tiles);
   TileStep step = schedule.next();
   int stage = 0;
   queries.request(place.query_begin);
-  if (step.exists()) keys.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns, stage);
+  if (step.exists()) keys.request(step.index * Tiles::kColumns, stage);
   Tiles::commit();
   while (step.exists()) {
     const TileStep next = schedule.next();
-    place.key_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+    place.key_begin = step.index * Tiles::kColumns;
     Tiles::arrive();
-    if (next.exists()) keys.request(static_cast<std::int64_t>(next.index) * Tiles::kColumns, 1 - stage);
+    if (next.exists()) keys.request(next.index * Tiles::kColumns, 1 - stage);
     Tiles::commit();
     typename Tiles::Scores scores;
     std::uint32_t visible[Tiles::kRowSlots];
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
     mask_scores<Tiles, false>(call, factors, place, step.kind, scores, visible, tiles.stages());
     if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
     Sum* memory_of_warp = tiles.stages() + Tiles::warp() * Tiles::kStageElements;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
       stage_weight_gradients<Tiles, false>(backward, place, first, memory_of_warp);
       for_each_unstaged<Tiles>(first, memory_of_warp, [&](Sum passed, int slot, int c) {
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
     const Sum sum = sum_of_lanes<Tiles::kLanesOfRow>(sums[slot]);
-    const std::int64_t l = place.query_begin + Tiles::row(slot);
-    if (l < problem.query_length && Tiles::column(0) == 0) {
-      static_cast<Sum*>(backward.deltas)[(place.n * problem.heads + place.h) * problem.query_length + l] += sum;
+    const int l = place.query_begin + Tiles::row(slot);
+    if (l < call.sizes.queries && Tiles::column(0) == 0) {
+      static_cast<Sum*>(backward.deltas)[row_index(call.sizes, place.n, place.h, l)] += sum;
     }
   }
 }

@@ -236,6 +236,15 @@ __device__ __forceinline__ std::uint32_t pack2(float low, float high) {
 #endif
 }
 
+/// The same number, in a way that the compiler cannot see through: what is made from it is made here, not carried
+/// through a loop in a register.
+__device__ __forceinline__ int made_here(int value) {
+#ifndef FUSED_MHA_CUDA_EMULATION
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 template <typename T>
 __device__ __forceinline__ float2 unpack2(std::uint32_t pair) {
   return make_float2(widen(T{static_cast<std::uint16_t>(pair)}), widen(T{static_cast<std::uint16_t>(pair >> 16)}));

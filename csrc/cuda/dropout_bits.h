@@ -10,11 +10,14 @@
 
 namespace fused_mha::cuda {
 
+inline constexpr int kGroupKeys = static_cast<int>(core::kDropoutGroup);
+inline constexpr int kResidues = static_cast<int>(core::kDropoutLanes);
+
 /// Bit j: whether key s = group * 128 + 16 j + residue is kept.
-__device__ __forceinline__ std::uint32_t keep_eight(core::PhiloxKey key, std::uint32_t threshold, std::int64_t n,
-                                                    std::int64_t h, std::int64_t l, std::int64_t group, int residue) {
-  const core::PhiloxCounter words =
-      core::philox<core::kDropoutRounds>(key, core::dropout_counter(n, h, l, group * core::kDropoutGroup + residue));
+__device__ __forceinline__ std::uint32_t keep_eight(core::PhiloxKey key, std::uint32_t threshold, int n, int h, int l,
+                                                    int group, int residue) {
+  const core::PhiloxCounter words = core::philox<core::kDropoutRounds>(
+      key, core::dropout_counter(n, h, l, group * static_cast<int>(core::kDropoutGroup) + residue));
   std::uint32_t bits = 0;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
@@ -31,13 +34,13 @@ class DropoutGroup {
   /// keep[r] for the tile at `place`.
   __device__ void keep(const Call& call, core::PhiloxKey key, const TilePlace& place,
                        std::uint32_t (&keep)[Tiles::kRowSlots]) {
-    const std::int64_t group = place.key_begin / core::kDropoutGroup;
+    const int group = place.key_begin / kGroupKeys;
     if (group != group_) {
       group_ = group;
 #pragma unroll
       for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
         bits_[slot] = 0;
-        const std::int64_t l = place.query_begin + Tiles::row(slot);
+        const int l = place.query_begin + Tiles::row(slot);
 #pragma unroll 1  // one generator at a time: side by side they would take all registers
         for (int i = 0; i < Tiles::kCountersOfRow; ++i) {
           const std::uint32_t eight =
@@ -49,14 +52,13 @@ class DropoutGroup {
         }
       }
     }
-    const int shift =
-        static_cast<int>(place.key_begin % core::kDropoutGroup / core::kDropoutLanes) * Tiles::kCountersOfRow;
+    const int shift = place.key_begin % kGroupKeys / kResidues * Tiles::kCountersOfRow;
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) keep[slot] = bits_[slot] >> shift;
   }
 
  private:
-  std::int64_t group_ = -1;
+  int group_ = -1;
   std::uint32_t bits_[Tiles::kRowSlots];
 };
 

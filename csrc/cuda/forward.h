@@ -23,10 +23,10 @@ namespace fused_mha::cuda {
 struct ForwardCall {
   Call call;
   core::ForwardOutputs outputs;
-  std::int64_t row_tiles = 1;
-  std::int64_t parts = 1;   // of the columns of the output
-  std::int64_t splits = 1;  // of the keys
-  std::int64_t key_tiles_of_split = 0;
+  int row_tiles = 1;
+  int parts = 1;   // of the columns of the output
+  int splits = 1;  // of the keys
+  int key_tiles_of_split = 0;
   // With splits > 1, [splits][N * H * L] each, in the type of sums; split_outputs [splits][N * H * L][Dv].
   void* split_outputs = nullptr;
   void* split_max = nullptr;
@@ -50,33 +50,33 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   const Call& call = forward.call;
   const core::AttentionProblem& problem = call.problem;
   BlockIndex block;
-  const std::int64_t split = block.take(forward.splits);
-  const int part = static_cast<int>(block.take(forward.parts));
-  std::int64_t row_tile = block.take(forward.row_tiles);
+  const int split = block.take(forward.splits);
+  const int part = block.take(forward.parts);
+  int row_tile = block.take(forward.row_tiles);
   // Under causality the last rows see the most keys: they start first.
   if (problem.is_causal) row_tile = forward.row_tiles - 1 - row_tile;
   TilePlace place;
-  place.h = block.take(problem.heads);
+  place.h = block.take(call.sizes.heads);
   place.n = block.rest();
   place.query_begin = row_tile * Tiles::kRows;
-  const std::int64_t kv_head = place.h / problem.heads_per_kv_head();
+  const int kv_head = place.h / call.sizes.group;
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum> factors(call);
   const core::PhiloxKey dropout = dropout_key(call);
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kKeys);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
                                     memory + Memory::kValues);
 
-  const std::int64_t key_tiles = (problem.key_length + Tiles::kColumns - 1) / Tiles::kColumns;
-  const std::int64_t first_tile = split * forward.key_tiles_of_split;
-  const std::int64_t last_tile =
+  const int key_tiles = (call.sizes.keys + Tiles::kColumns - 1) / Tiles::kColumns;
+  const int first_tile = split * forward.key_tiles_of_split;
+  const int last_tile =
       first_tile + forward.key_tiles_of_split < key_tiles ? first_tile + forward.key_tiles_of_split : key_tiles;
-  TileSchedule<Tiles, false> schedule(call, place, static_cast<int>(first_tile), static_cast<int>(last_tile));
+  TileSchedule<Tiles, false> schedule(call, place, first_tile, last_tile);
   OnlineSoftmax<Tiles> softmax;
   DropoutGroup<Tiles> dropout_group;
   typename Tiles::Output output;
@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   TileStep step = schedule.next();
   queries.request(place.query_begin);
-  if (step.exists()) keys.request(static_cast<std::int64_t>(step.index) * Tiles::kColumns);
+  if (step.exists()) keys.request(step.index * Tiles::kColumns);
   Tiles::commit();
   while (step.exists()) {
     const TileStep next = schedule.next();
-    place.key_begin = static_cast<std::int64_t>(step.index) * Tiles::kColumns;
+    place.key_begin = step.index * Tiles::kColumns;
     Tiles::arrive();  // keys; and the values of the tile before are done with
     values.request(place.key_begin);
     Tiles::commit();
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
       }
     }
     const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, 0, values);
-    if (next.exists()) keys.request(static_cast<std::int64_t>(next.index) * Tiles::kColumns);
+    if (next.exists()) keys.request(next.index * Tiles::kColumns);
     Tiles::commit();
     tiles.accumulate(output, scores, visible, values, 0, part, careful);
     step = next;
@@ -120,12 +120,12 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   const bool is_split = forward.splits > 1;
   const std::int64_t all_rows = problem.batch * problem.heads * problem.query_length;
-  const std::int64_t first_row = (place.n * problem.heads + place.h) * problem.query_length + place.query_begin;
+  const std::int64_t first_row = row_index(call.sizes, place.n, place.h, place.query_begin);
   if (part == 0) {
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const int row = Tiles::row(slot);
-      if (place.query_begin + row >= problem.query_length || Tiles::column(0) != 0) continue;
+      if (place.query_begin + row >= call.sizes.queries || Tiles::column(0) != 0) continue;
       const std::int64_t at = (is_split ? split * all_rows : 0) + first_row + row;
       static_cast<Sum*>(is_split ? forward.split_max : forward.outputs.row_max)[at] = softmax.row_max[slot];
       static_cast<Sum*>(is_split ? forward.split_sum : forward.outputs.row_sum)[at] = softmax.row_sum[slot];
@@ -135,17 +135,17 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const int row = Tiles::row(slot);
-      if (place.query_begin + row >= problem.query_length) continue;
-      Sum* to = static_cast<Sum*>(forward.split_outputs) + (split * all_rows + first_row + row) * problem.value_dim;
+      if (place.query_begin + row >= call.sizes.queries) continue;
+      Sum* to = static_cast<Sum*>(forward.split_outputs) + (split * all_rows + first_row + row) * call.sizes.value_dim;
 #pragma unroll
       for (int c = 0; c < Tiles::kOutputSlots; ++c) {
-        const std::int64_t at = static_cast<std::int64_t>(part) * Tiles::kOutput + Tiles::column(c);
-        if (at < problem.value_dim) to[at] = output.at(slot, c);
+        const int at = part * Tiles::kOutput + Tiles::column(c);
+        if (at < call.sizes.value_dim) to[at] = output.at(slot, c);
       }
     }
   } else {
-    Tiles::store(output, forward.outputs.output, place.n, place.h, place.query_begin, problem.query_length, part,
-                 problem.value_dim, [&](int slot) {
+    Tiles::store(output, forward.outputs.output, place.n, place.h, place.query_begin, call.sizes.queries, part,
+                 call.sizes.value_dim, [&](int slot) {
                    return softmax.row_sum[slot] == Sum{0} ? Sum{0} : factors.dropout_scale / softmax.row_sum[slot];
                  });
   }
@@ -167,12 +167,12 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   const auto* split_sum = static_cast<const Sum*>(forward.split_sum);
   const auto* split_outputs = static_cast<const Sum*>(forward.split_outputs);
   Sum row_max = kMinusInfinity<Sum>;
-  for (std::int64_t split = 0; split < forward.splits; ++split) {
+  for (int split = 0; split < forward.splits; ++split) {
     row_max = larger(row_max, split_max[split * all_rows + row]);
   }
   const Sum reference = reference_of(row_max);
   Sum sum{0};
-  for (std::int64_t split = 0; split < forward.splits; ++split) {
+  for (int split = 0; split < forward.splits; ++split) {
     const std::int64_t at = split * all_rows + row;
     sum += split_sum[at] * exp2_of((split_max[at] - reference) * factors.unit);
   }
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   const std::int64_t n = row / problem.query_length / problem.heads;
   for (std::int64_t column = lane; column < problem.value_dim; column += kWarpSize) {
     Sum total{0};
-    for (std::int64_t split = 0; split < forward.splits; ++split) {
+    for (int split = 0; split < forward.splits; ++split) {
       const std::int64_t at = split * all_rows + row;
       total += split_outputs[at * problem.value_dim + column] * exp2_of((split_max[at] - reference) * factors.unit);
     }

@@ -17,17 +17,17 @@ namespace fused_mha::cuda {
 /// A matrix and the rows of it that were requested, for each of two stages.
 struct GenericTile {
   Matrix matrix;
-  std::int64_t first[2] = {0, 0};
+  int first[2] = {0, 0};
 
   __device__ GenericTile(const Matrix& from, void* /*memory*/) : matrix(from) {}
-  __device__ __forceinline__ void request(std::int64_t first_row, int stage = 0) {
+  __device__ __forceinline__ void request(int first_row, int stage = 0) {
     if (stage == 0) {
       first[0] = first_row;
     } else {
       first[1] = first_row;
     }
   }
-  __device__ __forceinline__ std::int64_t first_of(int stage) const { return stage == 0 ? first[0] : first[1]; }
+  __device__ __forceinline__ int first_of(int stage) const { return stage == 0 ? first[0] : first[1]; }
 };
 
 template <typename SumType>
@@ -61,8 +61,12 @@ struct GenericTiles {
 
   static __device__ __forceinline__ int x() { return static_cast<int>(threadIdx.x) % 16; }
   static __device__ __forceinline__ int y() { return static_cast<int>(threadIdx.x) / 16; }
-  static __device__ __forceinline__ int row(int slot) { return y() + 16 * slot; }
-  static __device__ __forceinline__ int column(int c) { return x() + 16 * c; }
+  static __device__ __forceinline__ int row_base() { return y(); }
+  static __device__ __forceinline__ int column_base() { return x(); }
+  static __device__ constexpr int row_step(int slot) { return 16 * slot; }
+  static __device__ constexpr int column_step(int c) { return 16 * c; }
+  static __device__ __forceinline__ int row(int slot) { return row_base() + row_step(slot); }
+  static __device__ __forceinline__ int column(int c) { return column_base() + column_step(c); }
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
   static __device__ __forceinline__ int warp_row(int i) { return 2 * warp() + i % 2 + i / 2 * 16; }
   static __device__ __forceinline__ int warp_slot(int slot) { return y() % 2 + 2 * slot; }
@@ -72,8 +76,8 @@ struct GenericTiles {
 
   static __device__ __forceinline__ void keep_keys_in_rows(const Call& call, core::PhiloxKey key,
                                                            const TilePlace& place, std::uint32_t (&keep)[kRowSlots]) {
-    const std::int64_t group = place.key_begin / core::kDropoutGroup;
-    const int first_number = static_cast<int>(place.key_begin % core::kDropoutGroup / core::kDropoutLanes);
+    const int group = place.key_begin / kGroupKeys;
+    const int first_number = place.key_begin % kGroupKeys / 16;
 #pragma unroll
     for (int slot = 0; slot < kRowSlots; ++slot) keep[slot] = 0;
 #pragma unroll
@@ -96,10 +100,8 @@ struct GenericTiles {
   static constexpr int kPitch = 64 + 1;
   static constexpr int kStageRows = 8;
   static constexpr int kStageSlots = 4;
-  static constexpr int kStageElements = kStageRows * kColumns;
-  static __device__ __forceinline__ int stage_offset(int row, int column) {
-    return row * kColumns + (column ^ (row % 2 * 16));
-  }
+  static constexpr int kStagePitch = kColumns;
+  static constexpr int kStageElements = kStageRows * kStagePitch;
   static constexpr int scratch_bytes(bool /*has_masks*/) {
     return (2 * kStep + kColumns) * kPitch * static_cast<int>(sizeof(Sum)) +
            kRows * kColumnSlots * static_cast<int>(sizeof(std::uint32_t));
@@ -126,8 +128,8 @@ struct GenericTiles {
 
   __device__ void multiply(Scores& scores, const RowTile& left, const ColumnTile& right, int stage) const {
     scores.clear();
-    const std::int64_t depth = left.matrix.columns;
-    for (std::int64_t begin = 0; begin < depth; begin += kStep) {
+    const int depth = left.matrix.columns;
+    for (int begin = 0; begin < depth; begin += kStep) {
       __syncthreads();
       load_transposed(left.matrix, left.first_of(0), begin, left_);
       load_transposed(right.matrix, right.first_of(stage), begin, right_);
@@ -162,11 +164,11 @@ struct GenericTiles {
         if (x() == 0) visible_[row(slot) * 4 + c] = y() % 2 == 0 ? bits & 0xFFFFU : bits >> 16;
       }
     }
-    const std::int64_t first = right.first_of(stage);
+    const int first = right.first_of(stage);
 #pragma unroll 1
     for (int begin = 0; begin < kColumns; begin += kStep) {
       __syncthreads();
-      load_rows(right.matrix, first + begin, static_cast<std::int64_t>(part) * kOutput, right_);
+      load_rows(right.matrix, first + begin, part * kOutput, right_);
       __syncthreads();
       std::uint32_t sees[4];
 #pragma unroll
@@ -188,17 +190,16 @@ struct GenericTiles {
   }
 
   template <typename FactorOf>
-  static __device__ void store(Output& output, const core::MutableView& to, std::int64_t n, std::int64_t h,
-                               std::int64_t first_row, std::int64_t rows, int part, std::int64_t columns,
-                               const FactorOf& factor_of) {
+  static __device__ void store(Output& output, const core::MutableView& to, int n, int h, int first_row, int rows,
+                               int part, int columns, const FactorOf& factor_of) {
 #pragma unroll
     for (int slot = 0; slot < 4; ++slot) {
-      const std::int64_t at_row = first_row + row(slot);
+      const int at_row = first_row + row(slot);
       if (at_row >= rows) continue;
       const Sum factor = factor_of(slot);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const std::int64_t at = static_cast<std::int64_t>(part) * kOutput + column(c);
+        const int at = part * kOutput + column(c);
         if (at < columns) store_rounded(to.data, to.dtype, to.offset(n, h, at_row, at), output.at(slot, c) * factor);
       }
     }
@@ -208,7 +209,7 @@ struct GenericTiles {
   static_assert(kStep * 64 % kThreads == 0 && kStep == 16);
 
   /// to[k][row] = matrix[first + row][begin + k], 0 where there is none.
-  static __device__ void load_transposed(const Matrix& matrix, std::int64_t first, std::int64_t begin, Sum* to) {
+  static __device__ void load_transposed(const Matrix& matrix, int first, int begin, Sum* to) {
 #pragma unroll
     for (int step = 0; step < kStep * 64 / kThreads; ++step) {
       const int index = static_cast<int>(threadIdx.x) + step * kThreads;
@@ -219,7 +220,7 @@ struct GenericTiles {
   }
 
   /// to[k][column] = matrix[first + k][begin + column], 0 where there is none.
-  static __device__ void load_rows(const Matrix& matrix, std::int64_t first, std::int64_t begin, Sum* to) {
+  static __device__ void load_rows(const Matrix& matrix, int first, int begin, Sum* to) {
 #pragma unroll
     for (int step = 0; step < kStep * 64 / kThreads; ++step) {
       const int index = static_cast<int>(threadIdx.x) + step * kThreads;
@@ -229,10 +230,9 @@ struct GenericTiles {
     }
   }
 
-  static __device__ __forceinline__ Sum element(const Matrix& matrix, std::int64_t row, std::int64_t column) {
+  static __device__ __forceinline__ Sum element(const Matrix& matrix, int row, int column) {
     if (row >= matrix.rows || column >= matrix.columns) return Sum{0};
-    return load_element<Sum>(matrix.data, matrix.dtype,
-                             matrix.offset + row * matrix.row_stride + column * matrix.column_stride);
+    return load_element<Sum>(matrix.data, matrix.dtype, row * matrix.row_stride + column * matrix.column_stride);
   }
 
   Sum* left_;

@@ -17,12 +17,12 @@ struct MaskGradientCall {
   BackwardCall backward;
   core::MutableView to;
   // As stored: 1 where the mask broadcasts.
-  std::int64_t batch = 1;
-  std::int64_t heads = 1;
-  std::int64_t rows = 1;
-  std::int64_t keys = 1;
-  std::int64_t row_tiles = 1;
-  std::int64_t key_tiles = 1;
+  int batch = 1;
+  int heads = 1;
+  int rows = 1;
+  int keys = 1;
+  int row_tiles = 1;
+  int key_tiles = 1;
 };
 
 template <typename Tiles>
@@ -50,13 +50,13 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
   if (kind == TileKind::kHidden) return;
   Tiles tiles(memory + Memory::kScratch);
-  const std::int64_t kv_head = place.h / problem.heads_per_kv_head();
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+  const int kv_head = place.h / call.sizes.group;
+  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
   typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kGrads);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, problem.key_length, problem.head_dim),
+  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kKeys);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, problem.key_length, problem.value_dim),
+  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
                                     memory + Memory::kValues);
   queries.request(place.query_begin);
   grads.request(place.query_begin);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   RowStatistics<Sum> rows[Tiles::kRowSlots];
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-    rows[slot] = load_statistics<Sum>(problem, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas,
+    rows[slot] = load_statistics<Sum>(call.sizes, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas,
                                       place.n, place.h, place.query_begin + Tiles::row(slot));
   }
   Tiles::arrive();
@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
 #pragma unroll
     for (int c = 0; c < Tiles::kColumnSlots; ++c) {
       // Keys that are always visible lie outside of the masks.
-      if (place.key_begin + Tiles::column(c) < problem.masked_keys()) total.at(slot, c) += score_grads.at(slot, c);
+      if (place.key_begin + Tiles::column(c) < call.sizes.masked_keys) total.at(slot, c) += score_grads.at(slot, c);
     }
   }
   Tiles::arrive();  // the next tile's copies overwrite what is read here
@@ -96,16 +96,16 @@ template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __grid_constant__ MaskGradientCall mask) {
   using Sum = typename Tiles::Sum;
   const BackwardCall& backward = mask.backward;
-  const core::AttentionProblem& problem = backward.call.problem;
+  const Sizes& sizes = backward.call.sizes;
   const bool by_row = mask.rows > 1;
   const bool by_key = mask.keys > 1;
   BlockIndex block;
-  const std::int64_t key_begin = block.take(mask.key_tiles) * Tiles::kColumns;
-  const std::int64_t row_begin = block.take(mask.row_tiles) * Tiles::kRows;
-  const std::int64_t h = block.take(mask.heads);
-  const std::int64_t n = block.rest();
-  const std::int64_t row_end = by_row ? row_begin + 1 : problem.query_length;
-  const std::int64_t key_end = by_key ? key_begin + 1 : problem.masked_keys();
+  const int key_begin = block.take(mask.key_tiles) * Tiles::kColumns;
+  const int row_begin = block.take(mask.row_tiles) * Tiles::kRows;
+  const int h = block.take(mask.heads);
+  const int n = block.rest();
+  const int row_end = by_row ? row_begin + 1 : sizes.queries;
+  const int key_end = by_key ? key_begin + 1 : sizes.masked_keys;
 
   auto* memory = dynamic_shared<unsigned char>();
   const Factors<Sum> factors(backward.call);
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __
   typename Tiles::Scores total;
   Tiles::clear(total);
   TilePlace place;
-  for (place.n = mask.batch > 1 ? n : 0; place.n < (mask.batch > 1 ? n + 1 : problem.batch); ++place.n) {
-    for (place.h = mask.heads > 1 ? h : 0; place.h < (mask.heads > 1 ? h + 1 : problem.heads); ++place.h) {
+  for (place.n = mask.batch > 1 ? n : 0; place.n < (mask.batch > 1 ? n + 1 : sizes.batch); ++place.n) {
+    for (place.h = mask.heads > 1 ? h : 0; place.h < (mask.heads > 1 ? h + 1 : sizes.heads); ++place.h) {
       for (place.query_begin = row_begin; place.query_begin < row_end; place.query_begin += Tiles::kRows) {
         for (place.key_begin = key_begin; place.key_begin < key_end; place.key_begin += Tiles::kColumns) {
           add_score_gradient<Tiles>(backward, factors, dropout, place, memory, total);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __
     }
   }
 
-  const auto store = [&](std::int64_t l, std::int64_t s, Sum value) {
+  const auto store = [&](int l, int s, Sum value) {
     if (l < mask.rows && s < mask.keys) store_rounded(mask.to.data, mask.to.dtype, mask.to.offset(n, h, l, s), value);
   };
   if (by_row && by_key) {

@@ -64,18 +64,17 @@ __device__ __forceinline__ void with_elements(const core::View& mask, const Body
 // ---- Schedule ----
 
 /// The class of all class tiles that rows [row_begin, row_end) and keys [key_begin, key_end) touch.
-__device__ inline MaskClass class_of_range(const MaskClasses& classes, std::int64_t n, std::int64_t h,
-                                           std::int64_t row_begin, std::int64_t row_end, std::int64_t key_begin,
-                                           std::int64_t key_end) {
+__device__ inline MaskClass class_of_range(const MaskClasses& classes, int n, int h, int row_begin, int row_end,
+                                           int key_begin, int key_end) {
   if (classes.data == nullptr) return MaskClass::kMixed;
   const std::uint8_t* of_head = classes.data + n * classes.batch_stride + h * classes.head_stride;
-  const std::int64_t first_row = row_begin / kClassRows;
-  const std::int64_t last_row = classes.row_stride == 0 ? first_row : (row_end - 1) / kClassRows;
-  const std::int64_t last_key = (key_end - 1) / kClassKeys;
+  const int first_row = row_begin / kClassRows;
+  const int last_row = classes.row_stride == 0 ? first_row : (row_end - 1) / kClassRows;
+  const int last_key = (key_end - 1) / kClassKeys;
   auto result = MaskClass::kMixed;
   bool first = true;
-  for (std::int64_t row = first_row; row <= last_row; ++row) {
-    for (std::int64_t key = key_begin / kClassKeys; key <= last_key; ++key) {
+  for (int row = first_row; row <= last_row; ++row) {
+    for (int key = key_begin / kClassKeys; key <= last_key; ++key) {
       const auto found = static_cast<MaskClass>(of_head[row * classes.row_stride + key]);
       if (!first && found != result) return MaskClass::kMixed;
       result = found;
@@ -88,16 +87,14 @@ __device__ inline MaskClass class_of_range(const MaskClasses& classes, std::int6
 /// The kind of the tile with `rows` queries and `keys` keys at `place`. What lies beyond the last query does not count.
 __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, int rows, int keys) {
   const core::AttentionProblem& problem = call.problem;
-  const std::int64_t masked = problem.masked_keys();
-  const std::int64_t key_end =
-      place.key_begin + keys < problem.key_length ? place.key_begin + keys : problem.key_length;
-  const std::int64_t row_end =
-      place.query_begin + rows < problem.query_length ? place.query_begin + rows : problem.query_length;
+  const int masked = call.sizes.masked_keys;
+  const int key_end = place.key_begin + keys < call.sizes.keys ? place.key_begin + keys : call.sizes.keys;
+  const int row_end = place.query_begin + rows < call.sizes.queries ? place.query_begin + rows : call.sizes.queries;
   if (place.key_begin >= key_end || place.query_begin >= row_end) return TileKind::kHidden;
-  auto kind = place.key_begin + keys > problem.key_length ? TileKind::kGeometry : TileKind::kFree;
+  auto kind = place.key_begin + keys > call.sizes.keys ? TileKind::kGeometry : TileKind::kFree;
   if (place.key_begin >= masked) return kind;
   const bool all_masked = key_end <= masked;
-  const std::int64_t masked_end = all_masked ? key_end : masked;
+  const int masked_end = all_masked ? key_end : masked;
   if (problem.is_causal && masked_end - 1 > place.query_begin) {
     if (all_masked && place.key_begin >= row_end) return TileKind::kHidden;
     kind = TileKind::kGeometry;
@@ -151,7 +148,7 @@ class TileSchedule {
     TilePlace place = place_;
     auto kind = TileKind::kHidden;
     if (index < end_) {
-      const std::int64_t begin = static_cast<std::int64_t>(index) * Tiles::kColumns;
+      const int begin = index * Tiles::kColumns;
       if constexpr (kKeysInRows) {
         place.query_begin = begin;
         kind = tile_kind(call_, place, Tiles::kColumns, Tiles::kRows);
@@ -187,7 +184,7 @@ __device__ __forceinline__ void for_each_staged(const TilePlace& place, int firs
     const int row = kKeysInRows ? index % Tiles::kStageRows : index / Tiles::kColumns;
     const int column = kKeysInRows ? index / Tiles::kStageRows : index % Tiles::kColumns;
     const int tile_row = Tiles::warp_row(first_row + row);
-    body(stage[Tiles::stage_offset(row, column)], place.query_begin + (kKeysInRows ? column : tile_row),
+    body(stage[row * Tiles::kStagePitch + column], place.query_begin + (kKeysInRows ? column : tile_row),
          place.key_begin + (kKeysInRows ? tile_row : column));
   }
 }
@@ -198,28 +195,25 @@ __device__ __forceinline__ void stage_masks(const Call& call, const Factors<type
                                             const TilePlace& place, int first_row, typename Tiles::Sum* stage) {
   using Sum = typename Tiles::Sum;
   const core::AttentionProblem& problem = call.problem;
-  const auto is_reached = [&](std::int64_t l, std::int64_t s) {
-    return s < problem.masked_keys() && l < problem.query_length;
-  };
+  const auto is_reached = [&](int l, int s) { return s < call.sizes.masked_keys && l < call.sizes.queries; };
   if (problem.attn_mask) {
     const core::View& mask = problem.attn_mask;
     with_elements(mask, [&](const auto* elements) {
       elements += mask.offset(place.n, place.h, 0, 0);
-      for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, std::int64_t l, std::int64_t s) {
+      for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, int l, int s) {
         staged = is_reached(l, s)
                      ? mask_number<Sum>(elements[l * mask.strides[2] + s * mask.strides[3]]) * factors.bias_factor
                      : Sum{0};
       });
     });
   } else {
-    for_each_staged<Tiles, kKeysInRows>(place, first_row, stage,
-                                        [](Sum& staged, std::int64_t, std::int64_t) { staged = Sum{0}; });
+    for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [](Sum& staged, int, int) { staged = Sum{0}; });
   }
   if (problem.key_padding_mask) {
     const core::View& mask = problem.key_padding_mask;
     with_elements(mask, [&](const auto* elements) {
       elements += mask.offset(place.n, 0, 0, 0);
-      for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, std::int64_t l, std::int64_t s) {
+      for_each_staged<Tiles, kKeysInRows>(place, first_row, stage, [&](Sum& staged, int l, int s) {
         if (!is_reached(l, s) || staged == kMinusInfinity<Sum>) return;
         const Sum number = mask_number<Sum>(elements[s * mask.strides[3]]);
         staged = number == kMinusInfinity<Sum> ? number : staged + number * factors.bias_factor;
@@ -233,12 +227,11 @@ template <typename Tiles, typename Body>
 __device__ __forceinline__ void for_each_unstaged(int first_row, const typename Tiles::Sum* stage, const Body& body) {
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-    if (slot / Tiles::kStageSlots != first_row / Tiles::kStageRows) continue;
-    const int row = Tiles::warp_slot(slot) - first_row;
+    if (slot / Tiles::kStageSlots * Tiles::kStageRows != first_row) continue;
+    const typename Tiles::Sum* row =
+        stage + (Tiles::warp_slot(slot) - first_row) * Tiles::kStagePitch + Tiles::column_base();
 #pragma unroll
-    for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-      body(stage[Tiles::stage_offset(row, Tiles::column(c))], slot, c);
-    }
+    for (int c = 0; c < Tiles::kColumnSlots; ++c) body(row[Tiles::column_step(c)], slot, c);
   }
 }
 
@@ -253,7 +246,7 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) visible[slot] = 0xFFFFFFFFU;
   if (kind == TileKind::kMasked) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
       __syncwarp();
       stage_masks<Tiles, kKeysInRows>(call, factors, place, first, stage);
@@ -275,23 +268,21 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
     }
   }
   if (kind == TileKind::kFree) return;
-  // Positions relative to the tile's first key fit in 32 bits where they matter.
-  constexpr std::int64_t kFar = 1 << 20;
-  const auto relative = [](std::int64_t distance) {
-    return static_cast<int>(distance > kFar ? kFar : distance < -kFar ? -kFar : distance);
-  };
-  const core::AttentionProblem& problem = call.problem;
-  const int keys_end = relative(problem.key_length - place.key_begin);
-  const int masked_end = relative(problem.masked_keys() - place.key_begin);
-  // Key k is in query q's past where k <= q + diagonal.
-  const int diagonal = problem.is_causal ? relative(place.query_begin - place.key_begin) : static_cast<int>(2 * kFar);
+  // An element's key is base + step of one dimension of the tile, its query of the other; steps are constants.
+  const int key_base = place.key_begin + (kKeysInRows ? Tiles::row_base() : Tiles::column_base());
+  const int query_base = place.query_begin + (kKeysInRows ? Tiles::column_base() : Tiles::row_base());
+  const int keys_left = call.sizes.keys - key_base;
+  const int masked_left = call.sizes.masked_keys - key_base;
+  // Key k is in query q's past where k - q <= diagonal.
+  const int diagonal = call.problem.is_causal ? query_base - key_base : std::numeric_limits<int>::max();
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
 #pragma unroll
     for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-      const int key = kKeysInRows ? Tiles::row(slot) : Tiles::column(c);
-      const int query = kKeysInRows ? Tiles::column(c) : Tiles::row(slot);
-      if (key >= keys_end || (key > query + diagonal && key < masked_end)) {
+      const int key = kKeysInRows ? Tiles::row_step(slot) : Tiles::column_step(c);
+      const int query = kKeysInRows ? Tiles::column_step(c) : Tiles::row_step(slot);
+      const bool is_future = key - query > diagonal && key < masked_left;
+      if (key >= keys_left || is_future) {
         scores.at(slot, c) = kMinusInfinity<Sum>;
         visible[slot] &= ~(1U << c);
       }

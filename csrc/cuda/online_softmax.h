@@ -90,13 +90,12 @@ struct RowStatistics {
 
 /// Row l of (n, h); all 0, which makes weights 0, behind the last. `deltas` may be null.
 template <typename Sum>
-__device__ __forceinline__ RowStatistics<Sum> load_statistics(const core::AttentionProblem& problem,
-                                                              const void* row_max, const void* row_sum,
-                                                              const void* deltas, std::int64_t n, std::int64_t h,
-                                                              std::int64_t l) {
+__device__ __forceinline__ RowStatistics<Sum> load_statistics(const Sizes& sizes, const void* row_max,
+                                                              const void* row_sum, const void* deltas, int n, int h,
+                                                              int l) {
   RowStatistics<Sum> row;
-  if (l >= problem.query_length) return row;
-  const std::int64_t at = (n * problem.heads + h) * problem.query_length + l;
+  if (l >= sizes.queries) return row;
+  const std::int64_t at = row_index(sizes, n, h, l);
   row.reference = reference_of(static_cast<const Sum*>(row_max)[at]);
   const Sum sum = static_cast<const Sum*>(row_sum)[at];
   row.reciprocal = sum == Sum{0} ? Sum{0} : Sum{1} / sum;

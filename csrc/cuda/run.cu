@@ -31,6 +31,9 @@ using core::DType;
 
 std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+/// Tiles of one dimension of a problem that sizes_of() took.
+int tiles_of(std::int64_t size, int tile) { return static_cast<int>(ceil_div(size, tile)); }
+
 bool is_float_mask(const core::View& mask) { return mask && mask.dtype != DType::kBool; }
 
 std::size_t accumulator_size(const AttentionProblem& problem) {
@@ -157,10 +160,34 @@ struct CallPlan {
   ClassifyCall padding;
 };
 
+int size_of(const char* name, std::int64_t size) {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int32_t>::max() - (1 << 16);
+  if (size > kLargest) {
+    throw std::runtime_error(std::string("fused_mha: the CUDA kernels take ") + name + " up to " +
+                             std::to_string(kLargest) + ", got " + std::to_string(size));
+  }
+  return static_cast<int>(size);
+}
+
+Sizes sizes_of(const AttentionProblem& problem) {
+  Sizes sizes;
+  sizes.batch = size_of("a batch", problem.batch);
+  sizes.heads = size_of("heads", problem.heads);
+  sizes.kv_heads = size_of("heads", problem.kv_heads);
+  sizes.group = sizes.kv_heads == 0 ? 1 : sizes.heads / sizes.kv_heads;
+  sizes.queries = size_of("a query length", problem.query_length);
+  sizes.keys = size_of("a key length", problem.key_length);
+  sizes.masked_keys = static_cast<int>(problem.masked_keys());
+  sizes.head_dim = size_of("a head dimension", problem.head_dim);
+  sizes.value_dim = size_of("a value dimension", problem.value_dim);
+  return sizes;
+}
+
 CallPlan plan_call(const AttentionProblem& problem, DeviceRngState rng, Workspace& workspace) {
   CallPlan plan;
   Call& call = plan.call;
   call.problem = problem;
+  call.sizes = sizes_of(problem);
   const bool has_float_mask = is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask);
   call.unit = has_float_mask ? 4.0 : 1.0;
   call.bias_factor = std::numbers::log2e / call.unit;
@@ -201,11 +228,10 @@ struct ForwardPlan {
 };
 
 /// Parts that the keys are split into: so many that the card is full, none shorter than four tiles.
-std::int64_t choose_splits(std::int64_t blocks, std::int64_t key_tiles, const DeviceLimits& limits) {
-  constexpr std::int64_t kFewestTiles = 4;
+int choose_splits(std::int64_t blocks, int key_tiles, const DeviceLimits& limits) {
+  constexpr int kFewestTiles = 4;
   if (blocks == 0 || blocks >= limits.multiprocessors) return 1;
-  return std::clamp<std::int64_t>(2 * limits.multiprocessors / blocks, 1,
-                                  std::max<std::int64_t>(key_tiles / kFewestTiles, 1));
+  return std::clamp(static_cast<int>(2 * limits.multiprocessors / blocks), 1, std::max(key_tiles / kFewestTiles, 1));
 }
 
 ForwardPlan plan_forward(const AttentionProblem& problem, const core::ForwardOutputs& outputs, DeviceRngState rng,
@@ -216,13 +242,13 @@ ForwardPlan plan_forward(const AttentionProblem& problem, const core::ForwardOut
   ForwardCall& forward = plan.forward;
   forward.call = plan.masks.call;
   forward.outputs = outputs;
-  forward.row_tiles = ceil_div(problem.query_length, shape.rows);
-  forward.parts = ceil_div(problem.value_dim, shape.output);
-  const std::int64_t key_tiles = ceil_div(problem.key_length, shape.columns);
+  forward.row_tiles = tiles_of(problem.query_length, shape.rows);
+  forward.parts = tiles_of(problem.value_dim, shape.output);
+  const int key_tiles = tiles_of(problem.key_length, shape.columns);
   plan.blocks = problem.batch * problem.heads * forward.row_tiles * forward.parts;
-  const std::int64_t splits = choose_splits(plan.blocks, key_tiles, limits);
-  forward.key_tiles_of_split = ceil_div(key_tiles, splits);
-  forward.splits = forward.key_tiles_of_split == 0 ? 1 : ceil_div(key_tiles, forward.key_tiles_of_split);
+  const int splits = choose_splits(plan.blocks, key_tiles, limits);
+  forward.key_tiles_of_split = tiles_of(key_tiles, splits);
+  forward.splits = forward.key_tiles_of_split == 0 ? 1 : tiles_of(key_tiles, forward.key_tiles_of_split);
   plan.blocks *= forward.splits;
   if (forward.splits > 1) {
     const auto bytes = static_cast<std::int64_t>(accumulator_size(problem)) * forward.splits * all_rows(problem);
@@ -253,12 +279,12 @@ MaskGradientPlan plan_mask_gradient(const BackwardCall& backward, const core::Mu
   if (!to) return plan;
   plan.call.backward = backward;
   plan.call.to = to;
-  plan.call.batch = sizes[0];
-  plan.call.heads = sizes[1];
-  plan.call.rows = sizes[2];
-  plan.call.keys = sizes[3];
-  plan.call.row_tiles = ceil_div(sizes[2], shape.rows);
-  plan.call.key_tiles = ceil_div(sizes[3], shape.columns);
+  plan.call.batch = static_cast<int>(sizes[0]);
+  plan.call.heads = static_cast<int>(sizes[1]);
+  plan.call.rows = static_cast<int>(sizes[2]);
+  plan.call.keys = static_cast<int>(sizes[3]);
+  plan.call.row_tiles = tiles_of(sizes[2], shape.rows);
+  plan.call.key_tiles = tiles_of(sizes[3], shape.columns);
   plan.blocks = sizes[0] * sizes[1] * plan.call.row_tiles * plan.call.key_tiles;
   return plan;
 }
@@ -321,9 +347,9 @@ void attention_forward(const AttentionProblem& problem, const core::ForwardOutpu
   WeightsCall weights;
   weights.call = plan.forward.call;
   weights.outputs = outputs;
-  weights.row_tiles = ceil_div(problem.query_length, shape.rows);
-  weights.key_tiles = ceil_div(problem.key_length, shape.columns);
-  weights.heads = outputs.weights_mode == core::WeightsMode::kAveraged ? 1 : problem.heads;
+  weights.row_tiles = tiles_of(problem.query_length, shape.rows);
+  weights.key_tiles = tiles_of(problem.key_length, shape.columns);
+  weights.heads = outputs.weights_mode == core::WeightsMode::kAveraged ? 1 : weights.call.sizes.heads;
   start(plan.kernels.weights, weights, has_masks(problem),
         problem.batch * weights.heads * weights.row_tiles * weights.key_tiles, stream);
 }
@@ -364,18 +390,18 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
     problem.query.dtype == DType::kFloat64 ? start_output_deltas<double>(backward, stream)
                                            : start_output_deltas<float>(backward, stream);
     if (inputs.grad_weights) {
-      backward.tiles = ceil_div(problem.query_length, kernels.weight_deltas.shape.rows);
+      backward.tiles = tiles_of(problem.query_length, kernels.weight_deltas.shape.rows);
       start(kernels.weight_deltas, backward, with_stages, heads * backward.tiles, stream);
     }
   }
   if (outputs.grad_query) {
-    backward.tiles = ceil_div(problem.query_length, kernels.queries.shape.rows);
-    backward.parts = ceil_div(problem.head_dim, kernels.queries.shape.output);
+    backward.tiles = tiles_of(problem.query_length, kernels.queries.shape.rows);
+    backward.parts = tiles_of(problem.head_dim, kernels.queries.shape.output);
     start(kernels.queries, backward, with_stages, heads * backward.tiles * backward.parts, stream);
   }
   if (outputs.grad_key || outputs.grad_value) {
-    backward.tiles = ceil_div(problem.key_length, kernels.keys.shape.rows);
-    backward.parts = ceil_div(std::max(problem.head_dim, problem.value_dim), kernels.keys.shape.output);
+    backward.tiles = tiles_of(problem.key_length, kernels.keys.shape.rows);
+    backward.parts = tiles_of(std::max(problem.head_dim, problem.value_dim), kernels.keys.shape.output);
     start(kernels.keys, backward, with_stages, problem.batch * problem.kv_heads * backward.tiles * backward.parts,
           stream);
   }

@@ -66,20 +66,28 @@ struct TensorTiles {
 
   // Keys of a tile that one counter of dropout decides for, and residues s % 16 that a warp has, where rows are spread.
   static constexpr int kKeysOfCounter = kRows / 16;
-  static constexpr int kResidues = kSpread ? 16 / kKeysOfCounter : 1;
+  static constexpr int kWarpResidues = kSpread ? 16 / kKeysOfCounter : 1;
 
   /// Tile row of the warp's row i.
   static __device__ __forceinline__ int warp_row(int i) {
     if constexpr (kSpread) {
-      return i % kKeysOfCounter * 16 + warp() * kResidues + i / kKeysOfCounter;
+      return i % kKeysOfCounter * 16 + warp() * kWarpResidues + i / kKeysOfCounter;
     } else {
       return warp() * kWarpRows + i;
     }
   }
   /// Which of the warp's rows a row slot is.
   static __device__ __forceinline__ int warp_slot(int slot) { return slot / 2 * 16 + slot % 2 * 8 + lane() / 4; }
-  static __device__ __forceinline__ int row(int slot) { return warp_row(warp_slot(slot)); }
-  static __device__ __forceinline__ int column(int c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
+  // Positions in a tile as a lane's own number and a constant: comparisons and addresses then need one register, not
+  // one for each slot.
+  static __device__ __forceinline__ int row_base() { return warp_row(lane() / 4); }
+  static __device__ __forceinline__ int column_base() { return lane() % 4 * 2; }
+  static __device__ constexpr int row_step(int slot) {
+    return kSpread ? slot * 8 / kKeysOfCounter : slot / 2 * 16 + slot % 2 * 8;
+  }
+  static __device__ constexpr int column_step(int c) { return c / 2 * 8 + c % 2; }
+  static __device__ __forceinline__ int row(int slot) { return row_base() + row_step(slot); }
+  static __device__ __forceinline__ int column(int c) { return column_base() + column_step(c); }
 
   // Dropout with keys in columns: the residues s % 16 of a thread's columns.
   static constexpr int kCountersOfRow = 4;
@@ -89,18 +97,18 @@ struct TensorTiles {
   static __device__ __forceinline__ void keep_keys_in_rows(const Call& call, core::PhiloxKey key,
                                                            const TilePlace& place, std::uint32_t (&keep)[kRowSlots]) {
     if constexpr (kSpread) {
-      constexpr int kCounters = kResidues * kColumns;
+      constexpr int kCounters = kWarpResidues * kColumns;
       static_assert(kCounters % kWarpSize == 0 && kCounters / kWarpSize <= 4);
-      const std::int64_t group = place.key_begin / core::kDropoutGroup;
+      const int group = place.key_begin / kGroupKeys;
       std::uint32_t word = 0;
 #pragma unroll 1  // one generator at a time: side by side they would take all registers
       for (int i = 0; i < kCounters / kWarpSize; ++i) {
         const int counter = lane() + i * kWarpSize;
         word |= keep_eight(key, call.dropout_threshold, place.n, place.h, place.query_begin + counter % kColumns, group,
-                           warp() * kResidues + counter / kColumns)
+                           warp() * kWarpResidues + counter / kColumns)
                 << (8 * i);
       }
-      const int first_number = static_cast<int>(place.key_begin % core::kDropoutGroup / core::kDropoutLanes);
+      const int first_number = place.key_begin % kGroupKeys / 16;
       keep[0] = 0;
       keep[1] = 0;
 #pragma unroll
@@ -124,14 +132,12 @@ struct TensorTiles {
   static constexpr int kRowTileBytes = RowTile::kElements * static_cast<int>(sizeof(T));
   static constexpr int kColumnTileBytes = ColumnTile::kElements * static_cast<int>(sizeof(T));
 
-  // Masks pass through shared memory 16 rows at a time. Rows are permuted so that the reads of warp_slot() meet each
-  // bank once.
+  // Matrices of (l, s) pass through shared memory 16 rows at a time. The pitch puts the four columns that neighbouring
+  // lanes read in different banks.
   static constexpr int kStageRows = 16;
   static constexpr int kStageSlots = 2;
-  static constexpr int kStageElements = kStageRows * kColumns;
-  static __device__ __forceinline__ int stage_offset(int row, int column) {
-    return row * kColumns + (column ^ (row % 8 * 8 % kColumns));
-  }
+  static constexpr int kStagePitch = kColumns + 8;
+  static constexpr int kStageElements = kStageRows * kStagePitch;
 
   static constexpr int kFlagBytes = 128;
   static_assert(2 * kWarps * sizeof(std::uint32_t) <= kFlagBytes);
@@ -184,12 +190,12 @@ struct TensorTiles {
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = warp_row(m * 16 + lane() % 16);
       left_row[m] = left.stage(0) + row * kDim;
-      left_chunk[m] = (lane() / 16) ^ swizzle_of_row<kDim>(row);
+      left_chunk[m] = made_here((lane() / 16) ^ swizzle_of_row<kDim>(row));
     }
     // Of the right one: 16 rows (two of mma's column blocks), the first eight columns and the next.
     const int right_first = lane() % 8 + lane() / 16 * 8;
     const T* right_row = right.stage(stage) + right_first * kDim;
-    const int right_chunk = (lane() / 8 % 2) ^ swizzle_of_row<kDim>(right_first);
+    const int right_chunk = made_here((lane() / 8 % 2) ^ swizzle_of_row<kDim>(right_first));
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       std::uint32_t a[kRowTiles][4];
@@ -223,7 +229,7 @@ struct TensorTiles {
     // Transposed ldmatrix: lanes 0-15 name 16 rows of the first eight columns, 16-31 of the next eight.
     const int first = lane() % 16;
     const T* row = tile + first * kDim;
-    const int chunk = (part * (kOutput / kChunk) + lane() / 16) ^ swizzle_of_row<kDim>(first);
+    const int chunk = made_here((part * (kOutput / kChunk) + lane() / 16) ^ swizzle_of_row<kDim>(first));
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
       std::uint32_t a[kRowTiles][4];
@@ -252,12 +258,11 @@ struct TensorTiles {
 
   /// Writes a thread's part of the output, times factor(row slot), where it exists.
   template <typename FactorOf>
-  static __device__ __forceinline__ void store(Output& output, const core::MutableView& to, std::int64_t n,
-                                               std::int64_t h, std::int64_t first_row, std::int64_t rows, int part,
-                                               std::int64_t columns, const FactorOf& factor_of) {
+  static __device__ __forceinline__ void store(Output& output, const core::MutableView& to, int n, int h, int first_row,
+                                               int rows, int part, int columns, const FactorOf& factor_of) {
 #pragma unroll
     for (int slot = 0; slot < kRowSlots; ++slot) {
-      const std::int64_t at_row = first_row + row(slot);
+      const int at_row = first_row + row(slot);
       if (at_row >= rows) continue;
       T* to_row = static_cast<T*>(to.data) + to.offset(n, h, at_row, 0);
       const float factor = factor_of(slot);

@@ -17,9 +17,9 @@ namespace fused_mha::cuda {
 struct WeightsCall {
   Call call;
   core::ForwardOutputs outputs;
-  std::int64_t row_tiles = 1;
-  std::int64_t key_tiles = 1;
-  std::int64_t heads = 1;  // of the result: 1 where they are averaged
+  int row_tiles = 1;
+  int key_tiles = 1;
+  int heads = 1;  // of the result: 1 where they are averaged
 };
 
 template <typename Tiles>
@@ -41,11 +41,11 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   TilePlace place;
   place.key_begin = block.take(weights.key_tiles) * Tiles::kColumns;
   place.query_begin = block.take(weights.row_tiles) * Tiles::kRows;
-  const std::int64_t stored_head = block.take(weights.heads);
+  const int stored_head = block.take(weights.heads);
   place.n = block.rest();
   const bool is_mean = weights.outputs.weights_mode == core::WeightsMode::kAveraged;
-  const std::int64_t first_head = is_mean ? 0 : stored_head;
-  const std::int64_t last_head = is_mean ? problem.heads : stored_head + 1;
+  const int first_head = is_mean ? 0 : stored_head;
+  const int last_head = is_mean ? call.sizes.heads : stored_head + 1;
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   for (place.h = first_head; place.h < last_head; ++place.h) {
     const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
     if (kind == TileKind::kHidden) continue;
-    typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, problem.query_length, problem.head_dim),
+    typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                     memory + Memory::kQueries);
     typename Tiles::ColumnTile keys(
-        matrix_of(problem.key, place.n, place.h / problem.heads_per_kv_head(), problem.key_length, problem.head_dim),
+        matrix_of(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
         memory + Memory::kKeys);
     queries.request(place.query_begin);
     keys.request(place.key_begin);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const RowStatistics<Sum> row =
-          load_statistics<Sum>(problem, weights.outputs.row_max, weights.outputs.row_sum, nullptr, place.n, place.h,
+          load_statistics<Sum>(call.sizes, weights.outputs.row_max, weights.outputs.row_sum, nullptr, place.n, place.h,
                                place.query_begin + Tiles::row(slot));
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
@@ -88,16 +88,16 @@ __global__ void __launch_bounds__(Tiles::kThreads)
     }
     Tiles::arrive();  // the next head's copies overwrite what is read here
   }
-  const Sum share = is_mean ? Sum{1} / static_cast<Sum>(problem.heads) : Sum{1};
+  const Sum share = is_mean ? Sum{1} / static_cast<Sum>(call.sizes.heads) : Sum{1};
   const core::MutableView& to = weights.outputs.weights;
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-    const std::int64_t l = place.query_begin + Tiles::row(slot);
-    if (l >= problem.query_length) continue;
+    const int l = place.query_begin + Tiles::row(slot);
+    if (l >= call.sizes.queries) continue;
 #pragma unroll
     for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-      const std::int64_t s = place.key_begin + Tiles::column(c);
-      if (s < problem.key_length) {
+      const int s = place.key_begin + Tiles::column(c);
+      if (s < call.sizes.keys) {
         store_rounded(to.data, to.dtype, to.offset(place.n, stored_head, l, s), total.at(slot, c) * share);
       }
     }
