@@ -164,8 +164,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
       queries.request(first, stage);
       grads.request(first, stage);
       for (int at = static_cast<int>(threadIdx.x); at < Tiles::kColumns; at += Tiles::kThreads) {
-        statistics[stage * Tiles::kColumns + at] = load_statistics<Sum>(
-            call.sizes, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas, place.n, place.h, first + at);
+        statistics[stage * Tiles::kColumns + at] =
+            load_statistics<Sum>(call.sizes, backward.inputs.row_max, backward.inputs.row_sum, backward.deltas, place.n,
+                                 place.h, first + at);
       }
     };
     TileSchedule<Tiles, true> schedule(call, place, 0, query_tiles);

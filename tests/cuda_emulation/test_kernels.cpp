@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The CUDA kernels, run on the CPU by the emulation, against core/reference.h: random problems of every kind, in thread
-// orders and copy modes that follow the seed. The emulation itself fails a test on a race, a missing wait, an access out of
-// bounds or unwritten shared memory.
+// orders and copy modes that follow the seed. The emulation itself fails a test on a race, a missing wait, an access
+// out of bounds or unwritten shared memory.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -262,9 +262,9 @@ void check_case(const Case& c) {
   fill_random(grad_weights, random);
   const bool through_weights = c.seed % 3 == 0;
   INFO("through weights " << through_weights << ", averaged " << is_averaged);
-  const core::ReferenceBackward want = core::reference_backward(
-      p->problem, grad_output.read(), through_weights ? grad_weights.read() : core::View{},
-      through_weights ? mode : WeightsMode::kNone);
+  const core::ReferenceBackward want =
+      core::reference_backward(p->problem, grad_output.read(), through_weights ? grad_weights.read() : core::View{},
+                               through_weights ? mode : WeightsMode::kNone);
   const BackwardResult got = run_backward(*p, plain, grad_output, through_weights ? &grad_weights : nullptr,
                                           through_weights ? mode : WeightsMode::kNone);
   CHECK(relative_error(got.query, want.grad_query) <= kBackwardEpsilons * epsilon);
