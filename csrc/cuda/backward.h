@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   auto* statistics = reinterpret_cast<RowStatistics<Sum>*>(memory + Memory::kStatistics);
-  const Factors<Sum> factors(call);
+  const Factors<Sum>& factors = factors_of<Sum>(call);
   const core::PhiloxKey dropout = dropout_key(call);
   typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                memory + Memory::kFirstOwn);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
   }
   if (backward.outputs.grad_key) {
     Tiles::store(key_grad, backward.outputs.grad_key, place.n, kv_head, place.key_begin, call.sizes.keys, part,
-                 call.sizes.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+                 call.sizes.head_dim, [&](int) { return factors.scale; });
   }
   if (backward.outputs.grad_value) {
     Tiles::store(value_grad, backward.outputs.grad_value, place.n, kv_head, place.key_begin, call.sizes.keys, part,
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
-  const Factors<Sum> factors(call);
+  const Factors<Sum>& factors = factors_of<Sum>(call);
   const core::PhiloxKey dropout = dropout_key(call);
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kFirstOwn);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   }
   Tiles::arrive();  // no copy may outlive the block's use of shared memory
   Tiles::store(query_grad, backward.outputs.grad_query, place.n, place.h, place.query_begin, call.sizes.queries, part,
-               call.sizes.head_dim, [&](int) { return static_cast<Sum>(problem.scale); });
+               call.sizes.head_dim, [&](int) { return factors.scale; });
 }
 
 }  // namespace fused_mha::cuda

@@ -43,16 +43,24 @@ struct Sizes {
   int value_dim = 0;
 };
 
+/// Numbers of the call in the type of sums: made on the host, so that kernels have them as constants, not in registers.
+template <typename Sum>
+struct Factors {
+  Sum query_factor = Sum{1};
+  Sum bias_factor = Sum{1};
+  Sum unit = Sum{1};
+  Sum dropout_scale = Sum{1};
+  Sum scale = Sum{1};
+};
+
 struct Call {
   core::AttentionProblem problem;
   Sizes sizes;
-  double query_factor = 1.0;
-  double bias_factor = 1.0;
-  double unit = 1.0;
+  Factors<float> float_factors;
+  Factors<double> double_factors;
   bool has_bias = false;  // scores are scaled before masks act on them, not when exp2 is taken
   bool has_dropout = false;
   std::uint32_t dropout_threshold = 0;
-  double dropout_scale = 1.0;
   const std::int64_t* rng_numbers = nullptr;  // in device memory: a captured graph reads what is there when it runs
   std::int64_t rng_stride = 1;
   MaskClasses attn_classes;
@@ -67,20 +75,14 @@ __device__ __forceinline__ std::int64_t row_index(const Sizes& sizes, int n, int
 template <typename Sum>
 inline constexpr Sum kMinusInfinity = -std::numeric_limits<Sum>::infinity();
 
-/// The call's numbers in the type of sums.
 template <typename Sum>
-struct Factors {
-  Sum query_factor;
-  Sum bias_factor;
-  Sum unit;
-  Sum dropout_scale;
-
-  __device__ explicit Factors(const Call& call)
-      : query_factor(static_cast<Sum>(call.query_factor)),
-        bias_factor(static_cast<Sum>(call.bias_factor)),
-        unit(static_cast<Sum>(call.unit)),
-        dropout_scale(static_cast<Sum>(call.dropout_scale)) {}
-};
+__device__ __forceinline__ const Factors<Sum>& factors_of(const Call& call) {
+  if constexpr (std::is_same_v<Sum, double>) {
+    return call.double_factors;
+  } else {
+    return call.float_factors;
+  }
+}
 
 /// The Philox key of the call, had from device memory.
 __device__ inline core::PhiloxKey dropout_key(const Call& call) {

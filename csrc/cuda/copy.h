@@ -62,19 +62,27 @@ struct SharedTile {
 
   /// Starts to copy rows first, first + 1, ...; the caller commits.
   __device__ __forceinline__ void request(int first, int stage_index = 0) const {
-    const int chunk = static_cast<int>(threadIdx.x) % kChunksOfRow;
-    const int first_row = static_cast<int>(threadIdx.x) / kChunksOfRow;
+    const int thread = made_here(static_cast<int>(threadIdx.x));
+    const int chunk = thread % kChunksOfRow;
+    const int first_row = thread / kChunksOfRow;
     T* tile = stage(stage_index);
     const T* begin = static_cast<const T*>(matrix.data);
     // Rows of the tile that exist, for this thread's chunk.
     const int rows = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
     if (in_chunks) {
-      const T* from = begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk;
+      // Rows behind the last have addresses too; nothing is read there.
+      auto from = reinterpret_cast<std::uintptr_t>(
+          begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk);
+      const auto row_bytes = static_cast<std::uintptr_t>(matrix.row_stride) * sizeof(T);
+      const SharedAddress to = shared_address(tile) + 2 * chunk_offset<kDim>(first_row, chunk);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int row = first_row + step * kRowsOfStep;
-        cp_async_16(tile + chunk_offset<kDim>(row, chunk), row < rows ? from : begin, row < rows);
-        from += kRowsOfStep * matrix.row_stride;
+        // first_row < kRowsOfStep, both powers of two: a row's swizzle is that of first_row and that of the step.
+        constexpr int kChunkBytes = 16;
+        const int swizzle = swizzle_of_row<kDim>(step * kRowsOfStep) * kChunkBytes;
+        cp_async_16((to ^ swizzle) + step * kRowsOfStep * kDim * sizeof(T), reinterpret_cast<const void*>(from),
+                    first_row + step * kRowsOfStep < rows);
+        from += kRowsOfStep * row_bytes;
       }
     } else {
 #pragma unroll 1
@@ -96,12 +104,12 @@ struct SharedTile {
   __device__ bool own_part_is_not_finite(int stage_index) const {
     constexpr std::uint32_t kExponent = std::is_same_v<T, half> ? 0x7C00U : 0x7F80U;
     const T* tile = stage(stage_index);
+    const int thread = made_here(static_cast<int>(threadIdx.x));
     bool found = false;
 #pragma unroll 2
     for (int step = 0; step < kSteps; ++step) {
       const uint4 value = *reinterpret_cast<const uint4*>(
-          tile + chunk_offset<kDim>(static_cast<int>(threadIdx.x) / kChunksOfRow + step * kRowsOfStep,
-                                    static_cast<int>(threadIdx.x) % kChunksOfRow));
+          tile + chunk_offset<kDim>(thread / kChunksOfRow + step * kRowsOfStep, thread % kChunksOfRow));
       const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (const std::uint32_t word : words) {

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
-  const Factors<Sum> factors(call);
+  const Factors<Sum>& factors = factors_of<Sum>(call);
   const core::PhiloxKey dropout = dropout_key(call);
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);

@@ -52,29 +52,32 @@ using cuda_emulation::ldmatrix_x4;
 using cuda_emulation::ldmatrix_x4_trans;
 using cuda_emulation::mma_m16n8k16;
 using cuda_emulation::narrow;
+using cuda_emulation::shared_address;
+using cuda_emulation::SharedAddress;
 using cuda_emulation::widen;
 
 #else
 
-/// The block's dynamic shared memory, aligned to 16 bytes at least.
+/// The block's dynamic shared memory, aligned to 128 bytes.
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ __align__(128) unsigned char fused_mha_dynamic_shared[];
   return reinterpret_cast<T*>(fused_mha_dynamic_shared);
 }
 
-namespace ptx {
-__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+/// A place in shared memory as a number of bytes, for arithmetic in one register. dynamic_shared() begins at a multiple
+/// of 128, here too.
+using SharedAddress = std::uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
-}  // namespace ptx
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 /// Starts a copy of 16 bytes, both ends aligned to 16; writes zeros, and does not read, where not `valid`.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(ptx::shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+__device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(__cvta_generic_to_global(global)),
+               "r"(valid ? 16 : 0)
                : "memory");
 }
 
@@ -90,18 +93,18 @@ __device__ __forceinline__ void cp_async_wait() {
 
 /// Four 8x8 matrices of 16-bit elements: lane i gives the row i % 8 of matrix i / 8, aligned to 16 bytes, and gets
 /// elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4 of matrix j in r[j].
-__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(ptx::shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
 /// The same with each matrix transposed: lane i gets elements i / 4 of rows 2 (i % 4) and 2 (i % 4) + 1.
-__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(ptx::shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
@@ -133,14 +136,14 @@ __device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const std:
 
 #else  // No such instructions: the host never starts these kernels there (device_limits().has_tensor_kernels()).
 
-__device__ __forceinline__ void cp_async_16(void*, const void*, bool) { __trap(); }
+__device__ __forceinline__ void cp_async_16(SharedAddress, const void*, bool) { __trap(); }
 __device__ __forceinline__ void cp_async_commit() { __trap(); }
 template <int kNewest>
 __device__ __forceinline__ void cp_async_wait() {
   __trap();
 }
-__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&)[4], const void*) { __trap(); }
-__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&)[4], const void*) { __trap(); }
+__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&)[4], SharedAddress) { __trap(); }
+__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&)[4], SharedAddress) { __trap(); }
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&)[4], const std::uint32_t (&)[4], const std::uint32_t (&)[2]) {
   __trap();

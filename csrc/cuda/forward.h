@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
-  const Factors<Sum> factors(call);
+  const Factors<Sum>& factors = factors_of<Sum>(call);
   const core::PhiloxKey dropout = dropout_key(call);
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
@@ -158,7 +158,7 @@ template <typename Sum>
 __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
     merge_splits_kernel(const __grid_constant__ ForwardCall forward) {
   const core::AttentionProblem& problem = forward.call.problem;
-  const Factors<Sum> factors(forward.call);
+  const Factors<Sum>& factors = factors_of<Sum>(forward.call);
   const std::int64_t all_rows = problem.batch * problem.heads * problem.query_length;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + threadIdx.x / kWarpSize;
   if (row >= all_rows) return;

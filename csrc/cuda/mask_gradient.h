@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __
   const int key_end = by_key ? key_begin + 1 : sizes.masked_keys;
 
   auto* memory = dynamic_shared<unsigned char>();
-  const Factors<Sum> factors(backward.call);
+  const Factors<Sum>& factors = factors_of<Sum>(backward.call);
   const core::PhiloxKey dropout = dropout_key(backward.call);
   typename Tiles::Scores total;
   Tiles::clear(total);

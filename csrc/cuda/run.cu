@@ -183,20 +183,28 @@ Sizes sizes_of(const AttentionProblem& problem) {
   return sizes;
 }
 
+Factors<float> rounded(const Factors<double>& factors) {
+  return {static_cast<float>(factors.query_factor), static_cast<float>(factors.bias_factor),
+          static_cast<float>(factors.unit), static_cast<float>(factors.dropout_scale),
+          static_cast<float>(factors.scale)};
+}
+
 CallPlan plan_call(const AttentionProblem& problem, DeviceRngState rng, Workspace& workspace) {
   CallPlan plan;
   Call& call = plan.call;
   call.problem = problem;
   call.sizes = sizes_of(problem);
   const bool has_float_mask = is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask);
-  call.unit = has_float_mask ? 4.0 : 1.0;
-  call.bias_factor = std::numbers::log2e / call.unit;
-  call.query_factor = problem.scale * call.bias_factor;
+  call.double_factors.unit = has_float_mask ? 4.0 : 1.0;
+  call.double_factors.bias_factor = std::numbers::log2e / call.double_factors.unit;
+  call.double_factors.query_factor = problem.scale * call.double_factors.bias_factor;
+  call.double_factors.dropout_scale = core::dropout_scale(problem.dropout_p);
+  call.double_factors.scale = problem.scale;
+  call.float_factors = rounded(call.double_factors);
   // Maxima of bare products stand for maxima of scores only where the scale is positive.
   call.has_bias = has_float_mask || !(problem.scale > 0.0) || std::isinf(problem.scale);
   call.has_dropout = problem.dropout_p > 0.0;
   call.dropout_threshold = core::dropout_threshold(problem.dropout_p);
-  call.dropout_scale = core::dropout_scale(problem.dropout_p);
   call.rng_numbers = rng.numbers;
   call.rng_stride = rng.stride;
   plan.attn = plan_classes(problem, problem.attn_mask, false, workspace, call.attn_classes);

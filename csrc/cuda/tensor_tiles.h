@@ -180,31 +180,41 @@ struct TensorTiles {
 
   // ---- Products ----
 
+  static constexpr int k16Rows = 16 * kDim * static_cast<int>(sizeof(T));  // bytes; 16 rows on, the swizzle is the same
+
+  static __device__ __forceinline__ SharedAddress chunk_address(const T* tile, int row, int chunk) {
+    return shared_address(tile) + chunk_offset<kDim>(row, chunk) * static_cast<int>(sizeof(T));
+  }
+
+  /// The address of chunk c + `chunks` of the same row, from that of chunk c, which is 0 or 1 behind the multiple of
+  /// the chunks that a swizzle permutes; `chunks` is even and known when compiled.
+  static __device__ __forceinline__ SharedAddress next_chunk(SharedAddress address, int chunks) {
+    constexpr int kPermuted = kDim % 64 == 0 ? 8 : 4;
+    constexpr int kBytes = kChunk * static_cast<int>(sizeof(T));
+    return (address ^ static_cast<SharedAddress>(chunks % kPermuted * kBytes)) +
+           chunks / kPermuted * kPermuted * kBytes;
+  }
+
   static __device__ __forceinline__ void multiply(Scores& scores, const RowTile& left, const ColumnTile& right,
                                                   int stage) {
     clear(scores);
+    const int lane_here = made_here(lane());
     // ldmatrix of the left operand: lanes 0-15 name the rows of the first eight columns, 16-31 of the next eight.
-    const T* left_row[kRowTiles];
-    int left_chunk[kRowTiles];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      const int row = warp_row(m * 16 + lane() % 16);
-      left_row[m] = left.stage(0) + row * kDim;
-      left_chunk[m] = made_here((lane() / 16) ^ swizzle_of_row<kDim>(row));
-    }
+    const SharedAddress left_first = chunk_address(left.stage(0), warp_row(lane_here % 16), lane_here / 16);
     // Of the right one: 16 rows (two of mma's column blocks), the first eight columns and the next.
-    const int right_first = lane() % 8 + lane() / 16 * 8;
-    const T* right_row = right.stage(stage) + right_first * kDim;
-    const int right_chunk = made_here((lane() / 8 % 2) ^ swizzle_of_row<kDim>(right_first));
+    const SharedAddress right_first =
+        chunk_address(right.stage(stage), lane_here % 8 + lane_here / 16 * 8, lane_here / 8 % 2);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       std::uint32_t a[kRowTiles][4];
+      const SharedAddress left_here = next_chunk(left_first, 2 * k);
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], left_row[m] + ((2 * k) ^ left_chunk[m]) * kChunk);
+      for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], left_here + m * k16Rows);
+      const SharedAddress right_here = next_chunk(right_first, 2 * k);
 #pragma unroll
       for (int b = 0; b < kColumns / 16; ++b) {
         std::uint32_t r[4];
-        ldmatrix_x4(r, right_row + b * 16 * kDim + ((2 * k) ^ right_chunk) * kChunk);
+        ldmatrix_x4(r, right_here + b * k16Rows);
         const std::uint32_t low[2] = {r[0], r[1]};
         const std::uint32_t high[2] = {r[2], r[3]};
 #pragma unroll
@@ -227,9 +237,9 @@ struct TensorTiles {
       return;
     }
     // Transposed ldmatrix: lanes 0-15 name 16 rows of the first eight columns, 16-31 of the next eight.
-    const int first = lane() % 16;
-    const T* row = tile + first * kDim;
-    const int chunk = made_here((part * (kOutput / kChunk) + lane() / 16) ^ swizzle_of_row<kDim>(first));
+    const int lane_here = made_here(lane());
+    const SharedAddress first =
+        chunk_address(tile, lane_here % 16, lane_here / 16) + part * kOutput * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
       std::uint32_t a[kRowTiles][4];
@@ -244,7 +254,7 @@ struct TensorTiles {
 #pragma unroll
       for (int b = 0; b < kOutput / 16; ++b) {
         std::uint32_t r[4];
-        ldmatrix_x4_trans(r, row + k * 16 * kDim + ((2 * b) ^ chunk) * kChunk);
+        ldmatrix_x4_trans(r, next_chunk(first, 2 * b) + k * k16Rows);
         const std::uint32_t low[2] = {r[0], r[1]};
         const std::uint32_t high[2] = {r[2], r[3]};
 #pragma unroll

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
-  const Factors<Sum> factors(call);
+  const Factors<Sum>& factors = factors_of<Sum>(call);
   const core::PhiloxKey dropout = dropout_key(call);
   typename Tiles::Scores total;
   Tiles::clear(total);

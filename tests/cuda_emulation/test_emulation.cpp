@@ -175,9 +175,9 @@ template <Wait kWait>
 __global__ void copy_and_add(const float* in, float* out) {
   float* shared = dynamic_shared<float>();
   const unsigned i = threadIdx.x;
-  cp_async_16(shared + 4 * i, in + 4 * i, true);
+  cp_async_16(shared_address(shared + 4 * i), in + 4 * i, true);
   cp_async_commit();
-  cp_async_16(shared + 128 + 4 * i, in + 128 + 4 * i, i < 16);
+  cp_async_16(shared_address(shared + 128 + 4 * i), in + 128 + 4 * i, i < 16);
   cp_async_commit();
   if constexpr (kWait == Wait::kAllButNewest) cp_async_wait<1>();
   if constexpr (kWait == Wait::kNewestToo || kWait == Wait::kWithoutBarrier) cp_async_wait<0>();
@@ -189,12 +189,12 @@ __global__ void copy_and_add(const float* in, float* out) {
 __global__ void refill_too_early(const float* in, float* out) {
   float* shared = dynamic_shared<float>();
   const unsigned i = threadIdx.x;
-  cp_async_16(shared + 4 * i, in + 4 * i, true);
+  cp_async_16(shared_address(shared + 4 * i), in + 4 * i, true);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
   out[i] = shared[i];
-  cp_async_16(shared + 4 * i, in + 4 * i, true);
+  cp_async_16(shared_address(shared + 4 * i), in + 4 * i, true);
   cp_async_commit();
   cp_async_wait<0>();
 }
@@ -217,8 +217,8 @@ __global__ void multiply(const T* a, const T* b, float* c) {
   // Matrices: rows 0-7 and 8-15 of the left half, then of the right half. The planted fault takes the right half first.
   const int row = lane % 16;
   const int half_of_columns = kRightMap ? lane / 16 : 1 - lane / 16;
-  ldmatrix_x4(fragment_a, shared_a + row * kDepth + half_of_columns * 8);
-  ldmatrix_x4_trans(pairs, shared_b + lane % 16 * kColumns);
+  ldmatrix_x4(fragment_a, shared_address(shared_a + row * kDepth + half_of_columns * 8));
+  ldmatrix_x4_trans(pairs, shared_address(shared_b + lane % 16 * kColumns));
   const std::uint32_t fragment_b[2] = {pairs[0], pairs[1]};
   float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
   mma_m16n8k16<T>(d, fragment_a, fragment_b);
@@ -233,7 +233,9 @@ __global__ void read_tile(const half* in, float* out) {
   half* shared = dynamic_shared<half>();
   const auto chunk = [](int row, int column) { return row * 64 + (kSwizzled ? column ^ (row % 8) : column) * 8; };
   const auto lane = static_cast<int>(threadIdx.x);
-  for (int i = lane; i < 64 * 8; i += 32) cp_async_16(shared + chunk(i / 8, i % 8), in + i * 8, true);
+  for (int i = lane; i < 64 * 8; i += 32) {
+    cp_async_16(shared_address(shared + chunk(i / 8, i % 8)), in + i * 8, true);
+  }
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -241,7 +243,7 @@ __global__ void read_tile(const half* in, float* out) {
   for (int row = 0; row < 64; row += 16) {
     for (int column = 0; column < 8; column += 2) {
       std::uint32_t r[4];
-      ldmatrix_x4(r, shared + chunk(row + lane % 16, column + lane / 16));
+      ldmatrix_x4(r, shared_address(shared + chunk(row + lane % 16, column + lane / 16)));
       for (const std::uint32_t pair : r) sum += unpack2<half>(pair).x + unpack2<half>(pair).y;
     }
   }

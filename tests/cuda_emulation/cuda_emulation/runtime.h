@@ -99,18 +99,24 @@ T* dynamic_shared() {
   return static_cast<T*>(dynamic_shared_memory());
 }
 
-inline void cp_async_16(void* shared, const void* global, bool valid) { copy_async(shared, global, valid); }
+/// Arithmetic on it is that of addresses in bytes, as on the device.
+using SharedAddress = std::uintptr_t;
+inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<SharedAddress>(pointer); }
+
+inline void cp_async_16(SharedAddress shared, const void* global, bool valid) {
+  copy_async(reinterpret_cast<void*>(shared), global, valid);
+}
 inline void cp_async_commit() { copy_async_commit(); }
 template <int kNewest>
 void cp_async_wait() {
   copy_async_wait(kNewest);
 }
 
-inline void ldmatrix_x4(std::uint32_t (&r)[4], const void* row, const Where& where = Where::current()) {
-  load_matrix(r, row, false, where);
+inline void ldmatrix_x4(std::uint32_t (&r)[4], SharedAddress row, const Where& where = Where::current()) {
+  load_matrix(r, reinterpret_cast<const void*>(row), false, where);
 }
-inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], const void* row, const Where& where = Where::current()) {
-  load_matrix(r, row, true, where);
+inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], SharedAddress row, const Where& where = Where::current()) {
+  load_matrix(r, reinterpret_cast<const void*>(row), true, where);
 }
 
 template <typename T>
