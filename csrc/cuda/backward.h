@@ -6,8 +6,9 @@
 //   grad_output (N, H, L, Dv), grad_weights (N, 1 or H, L, S), deltas (N, H, L); the others as in forward.h
 //
 //   P     = exp2(unit (t - row_max)) / row_sum
-//   dP    = keep / (1 - p) (dO V^T + dW)              what the output and returned weights pass down
-//   dS    = P (dP - delta)                            delta = sum_s P dP, from deltas.h
+//   dP    = keep / (1 - p) (dO V^T + dW)              what the output and returned weights pass down; dW outside of
+//                                                     the bracket where weights are returned as before dropout
+//   dS    = P (dP - delta)                            delta from deltas.h
 //   dV    = (keep / (1 - p) P)^T dO      dK = scale dS^T Q      backward_keys_kernel: its keys against all queries
 //   dQ    = scale dS K                                          backward_queries_kernel: its queries against all keys
 //
@@ -58,6 +59,20 @@ __device__ __forceinline__ void stage_weight_gradients(const BackwardCall& backw
   __syncwarp();
 }
 
+/// What dropout lets through.
+template <typename Tiles>
+__device__ __forceinline__ void drop(const std::uint32_t (&keep)[Tiles::kRowSlots],
+                                     const Factors<typename Tiles::Sum>& factors, typename Tiles::Scores& scores) {
+  using Sum = typename Tiles::Sum;
+#pragma unroll
+  for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+#pragma unroll
+    for (int c = 0; c < Tiles::kColumnSlots; ++c) {
+      scores.at(slot, c) = ((keep[slot] >> c) & 1U) != 0 ? scores.at(slot, c) * factors.dropout_scale : Sum{0};
+    }
+  }
+}
+
 /// Scores become weights behind dropout, and dO V^T becomes dS. `statistics_of(slot, c)` is the row of softmax that the
 /// element belongs to.
 template <typename Tiles, bool kKeysInRows, typename StatisticsOf>
@@ -69,7 +84,10 @@ __device__ __forceinline__ void differentiate(const BackwardCall& backward, cons
                                               typename Tiles::Sum* stages, const StatisticsOf& statistics_of) {
   using Sum = typename Tiles::Sum;
   const Call& call = backward.call;
-  if (backward.inputs.grad_weights) {
+  const bool drops = has_dropout<Tiles>(call);
+  const bool drops_first = drops && backward.inputs.weights_before_dropout;
+  if (drops_first) drop<Tiles>(keep, factors, grads);
+  if (!Tiles::kPlain && backward.inputs.grad_weights) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
 #pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
@@ -77,24 +95,19 @@ __device__ __forceinline__ void differentiate(const BackwardCall& backward, cons
       for_each_unstaged<Tiles>(first, stage, [&](Sum passed, int slot, int c) { grads.at(slot, c) += passed; });
     }
   }
+  if (drops && !drops_first) drop<Tiles>(keep, factors, grads);
 #pragma unroll
   for (int c = 0; c < Tiles::kColumnSlots; ++c) {
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const RowStatistics<Sum> row = statistics_of(slot, c);
       const Sum weight =
-          unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference) * row.reciprocal;
-      Sum kept = weight;
-      Sum grad = grads.at(slot, c);
-      if (call.has_dropout) {
-        const bool keeps = ((keep[slot] >> c) & 1U) != 0;
-        kept = keeps ? weight * factors.dropout_scale : Sum{0};
-        grad = keeps ? grad * factors.dropout_scale : Sum{0};
-      }
-      scores.at(slot, c) = kept;
-      grads.at(slot, c) = weight * (grad - row.delta);
+          unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), row.reference) * row.reciprocal;
+      scores.at(slot, c) = weight;
+      grads.at(slot, c) = weight * (grads.at(slot, c) - row.delta);
     }
   }
+  if (drops) drop<Tiles>(keep, factors, scores);
   if (kind == TileKind::kFree) return;
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
@@ -122,24 +135,18 @@ struct BackwardMemory {
   static constexpr int bytes(bool has_masks) { return kScratch + Tiles::scratch_bytes(has_masks); }
 };
 
+/// The gradients of one tile of keys and values, and one part of their columns. False as in forward.h.
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __grid_constant__ BackwardCall backward) {
+__device__ __forceinline__ bool differentiate_keys(const BackwardCall& backward, TilePlace place, int kv_head, int part,
+                                                   unsigned char* memory) {
   using Sum = typename Tiles::Sum;
   using Memory = BackwardMemory<Tiles>;
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
-  BlockIndex block;
-  const int part = block.take(backward.parts);
-  TilePlace place;
-  place.key_begin = block.take(backward.tiles) * Tiles::kRows;
-  const int kv_head = block.take(call.sizes.kv_heads);
-  place.n = block.rest();
-
-  auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   auto* statistics = reinterpret_cast<RowStatistics<Sum>*>(memory + Memory::kStatistics);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key(call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
   typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                memory + Memory::kFirstOwn);
   typename Tiles::RowTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
@@ -177,7 +184,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
     while (step.exists()) {
       const TileStep next = schedule.next();
       place.query_begin = step.index * Tiles::kColumns;
-      const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, queries, grads);
+      const bool look = step.kind != TileKind::kFree;
+      if (tiles.arrive_and_look(look, stage, queries, grads)) return false;
       request(next, 1 - stage);
       Tiles::commit();
 
@@ -188,12 +196,12 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
       tiles.multiply(weights, keys, queries, stage);
       mask_scores<Tiles, true>(call, factors, place, step.kind, weights, visible, tiles.stages());
       tiles.multiply(score_grads, values, grads, stage);
-      if (call.has_dropout) Tiles::keep_keys_in_rows(call, dropout, place, keep);
+      if (has_dropout<Tiles>(call)) Tiles::keep_keys_in_rows(call, dropout, place, keep);
       differentiate<Tiles, true>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
                                  tiles.stages(),
                                  [&](int, int c) { return statistics[stage * Tiles::kColumns + Tiles::column(c)]; });
-      tiles.accumulate(value_grad, weights, visible, grads, stage, part, careful);
-      tiles.accumulate(key_grad, score_grads, visible, queries, stage, part, careful);
+      tiles.accumulate(value_grad, weights, visible, look, grads, stage, part);
+      tiles.accumulate(key_grad, score_grads, visible, look, queries, stage, part);
       stage = 1 - stage;
       step = next;
     }
@@ -207,29 +215,37 @@ __global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __
     Tiles::store(value_grad, backward.outputs.grad_value, place.n, kv_head, place.key_begin, call.sizes.keys, part,
                  call.sizes.value_dim, [](int) { return Sum{1}; });
   }
+  return true;
 }
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads)
-    backward_queries_kernel(const __grid_constant__ BackwardCall backward) {
+__global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __grid_constant__ BackwardCall backward) {
+  BlockIndex block;
+  const int part = block.take(backward.parts);
+  TilePlace place;
+  place.key_begin = block.take(backward.tiles) * Tiles::kRows;
+  const int kv_head = block.take(backward.call.sizes.kv_heads);
+  place.n = block.rest();
+  auto* memory = dynamic_shared<unsigned char>();
+  if (differentiate_keys<Tiles>(backward, place, kv_head, part, memory)) return;
+  in_careful_parts<Tiles>(place.key_begin, part, [&]<typename Careful>(int first_row, int careful_part) {
+    place.key_begin = first_row;
+    differentiate_keys<Careful>(backward, place, kv_head, careful_part, memory);
+  });
+}
+
+/// The gradient of one tile of queries, and one part of its columns. False as in forward.h.
+template <typename Tiles>
+__device__ __forceinline__ bool differentiate_queries(const BackwardCall& backward, TilePlace place, int part,
+                                                      unsigned char* memory) {
   using Sum = typename Tiles::Sum;
   using Memory = BackwardMemory<Tiles>;
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
-  BlockIndex block;
-  const int part = block.take(backward.parts);
-  int row_tile = block.take(backward.tiles);
-  if (problem.is_causal) row_tile = backward.tiles - 1 - row_tile;  // the longest rows first
-  TilePlace place;
-  place.query_begin = row_tile * Tiles::kRows;
-  place.h = block.take(call.sizes.heads);
-  place.n = block.rest();
   const int kv_head = place.h / call.sizes.group;
-
-  auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key(call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kFirstOwn);
   typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondOwn);
@@ -263,7 +279,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   while (step.exists()) {
     const TileStep next = schedule.next();
     place.key_begin = step.index * Tiles::kColumns;
-    const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, stage, keys);
+    const bool look = step.kind != TileKind::kFree;
+    if (tiles.arrive_and_look(look, stage, keys)) return false;
     request(next, 1 - stage);
     Tiles::commit();
 
@@ -274,16 +291,36 @@ __global__ void __launch_bounds__(Tiles::kThreads)
     tiles.multiply(weights, queries, keys, stage);
     mask_scores<Tiles, false>(call, factors, place, step.kind, weights, visible, tiles.stages());
     tiles.multiply(score_grads, grads, values, stage);
-    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+    if (has_dropout<Tiles>(call)) dropout_group.keep(call, dropout, place, keep);
     differentiate<Tiles, false>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
                                 tiles.stages(), [&](int slot, int) { return rows[slot]; });
-    tiles.accumulate(query_grad, score_grads, visible, keys, stage, part, careful);
+    tiles.accumulate(query_grad, score_grads, visible, look, keys, stage, part);
     stage = 1 - stage;
     step = next;
   }
   Tiles::arrive();  // no copy may outlive the block's use of shared memory
   Tiles::store(query_grad, backward.outputs.grad_query, place.n, place.h, place.query_begin, call.sizes.queries, part,
                call.sizes.head_dim, [&](int) { return factors.scale; });
+  return true;
+}
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads)
+    backward_queries_kernel(const __grid_constant__ BackwardCall backward) {
+  BlockIndex block;
+  const int part = block.take(backward.parts);
+  int row_tile = block.take(backward.tiles);
+  if (backward.call.problem.is_causal) row_tile = backward.tiles - 1 - row_tile;  // the longest rows first
+  TilePlace place;
+  place.query_begin = row_tile * Tiles::kRows;
+  place.h = block.take(backward.call.sizes.heads);
+  place.n = block.rest();
+  auto* memory = dynamic_shared<unsigned char>();
+  if (differentiate_queries<Tiles>(backward, place, part, memory)) return;
+  in_careful_parts<Tiles>(place.query_begin, part, [&]<typename Careful>(int first_row, int careful_part) {
+    place.query_begin = first_row;
+    differentiate_queries<Careful>(backward, place, careful_part, memory);
+  });
 }
 
 }  // namespace fused_mha::cuda

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numbers>
 #include <type_traits>
 
 #include "core/dropout.h"
@@ -38,7 +39,8 @@ struct Sizes {
   int group = 1;  // heads that share one of keys and values
   int queries = 0;
   int keys = 0;
-  int masked_keys = 0;  // the keys behind are outside of all masks
+  int masked_keys = 0;    // the keys behind are outside of all masks
+  int causal_offset = 0;  // cut to what makes a difference
   int head_dim = 0;
   int value_dim = 0;
 };
@@ -61,6 +63,7 @@ struct Call {
   bool has_bias = false;  // scores are scaled before masks act on them, not when exp2 is taken
   bool has_dropout = false;
   std::uint32_t dropout_threshold = 0;
+  std::uint32_t first_sample = 0;             // what dropout adds to n
   const std::int64_t* rng_numbers = nullptr;  // in device memory: a captured graph reads what is there when it runs
   std::int64_t rng_stride = 1;
   MaskClasses attn_classes;
@@ -84,11 +87,25 @@ __device__ __forceinline__ const Factors<Sum>& factors_of(const Call& call) {
   }
 }
 
-/// The Philox key of the call, had from device memory.
-__device__ inline core::PhiloxKey dropout_key(const Call& call) {
-  if (!call.has_dropout) return {};
+// Tiles may be for plain calls alone (Tiles::kPlain): no dropout, no mask tensors, scores that need no scaling before
+// exp2. What such calls do not have is then not compiled.
+template <typename Tiles>
+__device__ __forceinline__ bool has_dropout(const Call& call) {
+  return !Tiles::kPlain && call.has_dropout;
+}
+template <typename Tiles>
+__device__ __forceinline__ bool has_bias(const Call& call) {
+  return !Tiles::kPlain && call.has_bias;
+}
+
+/// The Philox key of a call with dropout, had from device memory.
+__device__ __forceinline__ core::PhiloxKey dropout_key(const Call& call) {
   return core::dropout_key(
       {static_cast<std::uint64_t>(call.rng_numbers[0]), static_cast<std::uint64_t>(call.rng_numbers[call.rng_stride])});
+}
+template <typename Tiles>
+__device__ __forceinline__ core::PhiloxKey dropout_key_if_any(const Call& call) {
+  return has_dropout<Tiles>(call) ? dropout_key(call) : core::PhiloxKey{};
 }
 
 /// Which element of the grid of tiles a thread block works on: blockIdx.x taken apart, innermost dimension first.
@@ -105,6 +122,25 @@ class BlockIndex {
  private:
   unsigned rest_;
 };
+
+/// body(first row, part of the output) for the tiles of Tiles::Careful that make up a tile of Tiles and a part of its
+/// output. Other threads of the block may still be at what they did before.
+template <typename Tiles, typename Body>
+__device__ __forceinline__ void in_careful_parts(int first_row, int part, const Body& body) {
+  if constexpr (!Tiles::kIsCareful) {
+    using Careful = typename Tiles::Careful;
+    static_assert(Tiles::kRows % Careful::kRows == 0 && Tiles::kOutput % Careful::kOutput == 0);
+    constexpr int kParts = Tiles::kOutput / Careful::kOutput;
+#pragma unroll 1
+    for (int row = 0; row < Tiles::kRows; row += Careful::kRows) {
+#pragma unroll 1
+      for (int i = 0; i < kParts; ++i) {
+        __syncthreads();
+        body.template operator()<Careful>(first_row + row, part * kParts + i);
+      }
+    }
+  }
+}
 
 /// Where a tile of scores lies.
 struct TilePlace {
@@ -136,6 +172,8 @@ __device__ __forceinline__ Matrix matrix_of(const core::View& view, int n, int h
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float log_of(float x) { return logf(x); }
+__device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ float exp2_of(float x) { return exp2_fast(x); }
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }

@@ -43,7 +43,7 @@ __device__ __forceinline__ std::uint32_t load_pair(const T* row, const Matrix& m
 }
 
 /// A tile (of several stages, one behind the other) and the matrix that it shows a part of.
-template <typename T, int kRows, int kDim, int kThreads>
+template <typename T, int kRows, int kDim, int kThreads, bool kInChunks>
 struct SharedTile {
   static constexpr int kElements = kRows * kDim;
   static constexpr int kChunksOfRow = kDim / kChunk;
@@ -53,10 +53,10 @@ struct SharedTile {
 
   Matrix matrix;
   T* memory;
-  bool in_chunks;
+  bool in_chunks;  // known to be so with kInChunks
 
   __device__ SharedTile(const Matrix& from, void* to)
-      : matrix(from), memory(static_cast<T*>(to)), in_chunks(lies_in_chunks<T>(from)) {}
+      : matrix(from), memory(static_cast<T*>(to)), in_chunks(kInChunks || lies_in_chunks<T>(from)) {}
 
   __device__ T* stage(int index) const { return memory + index * kElements; }
 
@@ -69,7 +69,7 @@ struct SharedTile {
     const T* begin = static_cast<const T*>(matrix.data);
     // Rows of the tile that exist, for this thread's chunk.
     const int rows = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
-    if (in_chunks) {
+    if (kInChunks || in_chunks) {
       // Rows behind the last have addresses too; nothing is read there.
       auto from = reinterpret_cast<std::uintptr_t>(
           begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk);

@@ -2,10 +2,12 @@
 //
 // What the softmax of a row takes off its gradients, before the backward kernels start:
 //
-//   delta (N, H, L) = sum_s P dP = dO . O + sum_s W dW        W: returned weights, dW: their gradient
+//   delta (N, H, L) = sum_s P dP - dE = dO . O + sum_s W dW - dE
 //
-// output_deltas_kernel makes the first sum, weight_deltas_kernel adds the second where returned weights have a
-// gradient.
+// W: returned weights, dW: their gradient, dE: that of the log-sum-exps. output_deltas_kernel makes the first sum and
+// takes dE off, weight_deltas_kernel adds the second where returned weights have a gradient. A sink gets
+//
+//   d sink = - sum over the rows that share it of exp(sink - log-sum-exp) delta
 #pragma once
 
 #include "cuda/backward.h"
@@ -35,7 +37,45 @@ __global__ void __launch_bounds__(kDeltaWarps* kWarpSize)
     }
   }
   sum = sum_of_lanes<kWarpSize - 1>(sum);
-  if (lane == 0) static_cast<Sum*>(backward.deltas)[row] = sum;
+  if (lane != 0) return;
+  const core::View& of_log_sum = backward.inputs.grad_log_sum_exp;
+  if (of_log_sum) sum -= element_of<Sum>(of_log_sum, of_log_sum.offset(n, h, l, 0));
+  static_cast<Sum*>(backward.deltas)[row] = sum;
+}
+
+inline constexpr int kSinkThreads = 256;
+
+/// A block a stored element of the sink, N * H of them at most.
+template <typename Sum>
+__global__ void __launch_bounds__(kSinkThreads) sink_gradient_kernel(const __grid_constant__ BackwardCall backward) {
+  const Call& call = backward.call;
+  const Factors<Sum>& factors = factors_of<Sum>(call);
+  const auto samples = static_cast<int>(backward.outputs.sink_sizes[0]);
+  const auto heads = static_cast<int>(backward.outputs.sink_sizes[1]);
+  BlockIndex block;
+  const int stored_head = block.take(heads);
+  const int stored_sample = block.rest();
+  Sum sum{0};
+  for (int n = samples > 1 ? stored_sample : 0; n < (samples > 1 ? stored_sample + 1 : call.sizes.batch); ++n) {
+    for (int h = heads > 1 ? stored_head : 0; h < (heads > 1 ? stored_head + 1 : call.sizes.heads); ++h) {
+      const Sum sink = sink_of(call, factors, n, h);
+      if (sink == kMinusInfinity<Sum>) continue;
+      for (int l = static_cast<int>(threadIdx.x); l < call.sizes.queries; l += kSinkThreads) {
+        const RowStatistics<Sum> row = load_statistics<Sum>(call.sizes, backward.inputs.row_max,
+                                                            backward.inputs.row_sum, backward.deltas, n, h, l);
+        sum -= exp2_of((sink - row.reference) * factors.unit) * row.reciprocal * row.delta;
+      }
+    }
+  }
+  auto* sums = dynamic_shared<Sum>();
+  sum = sum_of_lanes<kWarpSize - 1>(sum);
+  if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Sum total{0};
+  for (int warp = 0; warp < kSinkThreads / kWarpSize; ++warp) total += sums[warp];
+  const core::MutableView& to = backward.outputs.grad_sink;
+  store_rounded(to.data, to.dtype, to.offset(stored_sample, stored_head, 0, 0), total);
 }
 
 template <typename Tiles>
@@ -61,7 +101,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key(call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
+  const bool drops = has_dropout<Tiles>(call) && !backward.inputs.weights_before_dropout;
+  const Sum dropout_scale = drops ? factors.dropout_scale : Sum{1};
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
   typename Tiles::ColumnTile keys(
@@ -94,15 +136,16 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
     std::uint32_t keep[Tiles::kRowSlots] = {};
     tiles.multiply(scores, queries, keys, stage);
     mask_scores<Tiles, false>(call, factors, place, step.kind, scores, visible, tiles.stages());
-    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+    if (drops) dropout_group.keep(call, dropout, place, keep);
     Sum* memory_of_warp = tiles.stages() + Tiles::warp() * Tiles::kStageElements;
 #pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
       stage_weight_gradients<Tiles, false>(backward, place, first, memory_of_warp);
       for_each_unstaged<Tiles>(first, memory_of_warp, [&](Sum passed, int slot, int c) {
-        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), rows[slot].reference) *
-                           rows[slot].reciprocal * factors.dropout_scale;
-        const bool keeps = !call.has_dropout || ((keep[slot] >> c) & 1U) != 0;
+        const Sum weight =
+            unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), rows[slot].reference) *
+            rows[slot].reciprocal * dropout_scale;
+        const bool keeps = !drops || ((keep[slot] >> c) & 1U) != 0;
         if (keeps && ((visible[slot] >> c) & 1U) != 0) sums[slot] += weight * passed;
       });
     }

@@ -13,11 +13,13 @@ namespace fused_mha::cuda {
 inline constexpr int kGroupKeys = static_cast<int>(core::kDropoutGroup);
 inline constexpr int kResidues = static_cast<int>(core::kDropoutLanes);
 
-/// Bit j: whether key s = group * 128 + 16 j + residue is kept.
-__device__ __forceinline__ std::uint32_t keep_eight(core::PhiloxKey key, std::uint32_t threshold, int n, int h, int l,
-                                                    int group, int residue) {
+/// Bit j: whether key s = group * 128 + 16 j + residue of (n, h, l) is kept, (n, h) those of `place`.
+__device__ __forceinline__ std::uint32_t keep_eight(const Call& call, core::PhiloxKey key, const TilePlace& place,
+                                                    int l, int group, int residue) {
+  const std::uint32_t threshold = call.dropout_threshold;
   const core::PhiloxCounter words = core::philox<core::kDropoutRounds>(
-      key, core::dropout_counter(n, h, l, group * static_cast<int>(core::kDropoutGroup) + residue));
+      key, core::dropout_counter(call.first_sample + static_cast<std::uint32_t>(place.n), place.h, l,
+                                 group * kGroupKeys + residue));
   std::uint32_t bits = 0;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
@@ -43,8 +45,7 @@ class DropoutGroup {
         const int l = place.query_begin + Tiles::row(slot);
 #pragma unroll 1  // one generator at a time: side by side they would take all registers
         for (int i = 0; i < Tiles::kCountersOfRow; ++i) {
-          const std::uint32_t eight =
-              keep_eight(key, call.dropout_threshold, place.n, place.h, l, group, Tiles::residue(i));
+          const std::uint32_t eight = keep_eight(call, key, place, l, group, Tiles::residue(i));
 #pragma unroll
           for (int j = 0; j < core::kDropoutNumbersPerCounter; ++j) {
             bits_[slot] |= ((eight >> j) & 1U) << (j * Tiles::kCountersOfRow + i);

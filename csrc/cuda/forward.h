@@ -24,14 +24,21 @@ struct ForwardCall {
   Call call;
   core::ForwardOutputs outputs;
   int row_tiles = 1;
-  int parts = 1;   // of the columns of the output
-  int splits = 1;  // of the keys
-  int key_tiles_of_split = 0;
+  int parts = 1;          // of the columns of the output
+  int splits = 1;         // of the keys
+  int keys_of_split = 0;  // a multiple of 64
   // With splits > 1, [splits][N * H * L] each, in the type of sums; split_outputs [splits][N * H * L][Dv].
   void* split_outputs = nullptr;
   void* split_max = nullptr;
   void* split_sum = nullptr;
 };
+
+template <typename Sum>
+__device__ __forceinline__ void store_log_sum_exp(const ForwardCall& forward, std::int64_t n, std::int64_t h,
+                                                  std::int64_t l, Sum value) {
+  const core::MutableView& to = forward.outputs.log_sum_exp;
+  if (to) store_rounded(to.data, to.dtype, to.offset(n, h, l, 0), value);
+}
 
 template <typename Tiles>
 struct ForwardMemory {
@@ -42,29 +49,19 @@ struct ForwardMemory {
   static constexpr int bytes(bool has_masks) { return kScratch + Tiles::scratch_bytes(has_masks); }
 };
 
+/// One tile of rows, from `place.query_begin` on, against the keys of a split, and one part of its output. False, with
+/// nothing written, where a hidden element may have met an infinity or NaN of `value` and Tiles cannot keep them apart.
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads)
-    attention_forward_kernel(const __grid_constant__ ForwardCall forward) {
+__device__ __forceinline__ bool attend(const ForwardCall& forward, TilePlace place, int split, int part,
+                                       unsigned char* memory) {
   using Sum = typename Tiles::Sum;
   using Memory = ForwardMemory<Tiles>;
   const Call& call = forward.call;
   const core::AttentionProblem& problem = call.problem;
-  BlockIndex block;
-  const int split = block.take(forward.splits);
-  const int part = block.take(forward.parts);
-  int row_tile = block.take(forward.row_tiles);
-  // Under causality the last rows see the most keys: they start first.
-  if (problem.is_causal) row_tile = forward.row_tiles - 1 - row_tile;
-  TilePlace place;
-  place.h = block.take(call.sizes.heads);
-  place.n = block.rest();
-  place.query_begin = row_tile * Tiles::kRows;
   const int kv_head = place.h / call.sizes.group;
-
-  auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key(call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
   typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                   memory + Memory::kQueries);
   typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
@@ -72,12 +69,13 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
                                     memory + Memory::kValues);
 
-  const int key_tiles = (call.sizes.keys + Tiles::kColumns - 1) / Tiles::kColumns;
-  const int first_tile = split * forward.key_tiles_of_split;
-  const int last_tile =
-      first_tile + forward.key_tiles_of_split < key_tiles ? first_tile + forward.key_tiles_of_split : key_tiles;
-  TileSchedule<Tiles, false> schedule(call, place, first_tile, last_tile);
+  const int first_key = split * forward.keys_of_split;
+  const int last_key =
+      forward.keys_of_split < call.sizes.keys - first_key ? first_key + forward.keys_of_split : call.sizes.keys;
+  TileSchedule<Tiles, false> schedule(call, place, first_key / Tiles::kColumns,
+                                      (last_key + Tiles::kColumns - 1) / Tiles::kColumns);
   OnlineSoftmax<Tiles> softmax;
+  if (split == 0) softmax.begin_with_sink(call, factors, place.n, place.h);
   DropoutGroup<Tiles> dropout_group;
   typename Tiles::Output output;
   output.clear();
@@ -98,7 +96,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
     tiles.multiply(scores, queries, keys, 0);
     mask_scores<Tiles, false>(call, factors, place, step.kind, scores, visible, tiles.stages());
     softmax.add(call, factors, scores, output);
-    if (call.has_dropout) {
+    if (has_dropout<Tiles>(call)) {
       std::uint32_t keep[Tiles::kRowSlots];
       dropout_group.keep(call, dropout, place, keep);
 #pragma unroll
@@ -109,10 +107,11 @@ __global__ void __launch_bounds__(Tiles::kThreads)
         }
       }
     }
-    const bool careful = tiles.arrive_and_look(step.kind != TileKind::kFree, 0, values);
+    const bool look = step.kind != TileKind::kFree;
+    if (tiles.arrive_and_look(look, 0, values)) return false;
     if (next.exists()) keys.request(next.index * Tiles::kColumns);
     Tiles::commit();
-    tiles.accumulate(output, scores, visible, values, 0, part, careful);
+    tiles.accumulate(output, scores, visible, look, values, 0, part);
     step = next;
   }
   Tiles::arrive();  // no copy may outlive the block's use of shared memory
@@ -124,11 +123,15 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   if (part == 0) {
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
-      const int row = Tiles::row(slot);
-      if (place.query_begin + row >= call.sizes.queries || Tiles::column(0) != 0) continue;
-      const std::int64_t at = (is_split ? split * all_rows : 0) + first_row + row;
+      const int l = place.query_begin + Tiles::row(slot);
+      if (l >= call.sizes.queries || Tiles::column(0) != 0) continue;
+      const std::int64_t at = (is_split ? split * all_rows : 0) + first_row + Tiles::row(slot);
       static_cast<Sum*>(is_split ? forward.split_max : forward.outputs.row_max)[at] = softmax.row_max[slot];
       static_cast<Sum*>(is_split ? forward.split_sum : forward.outputs.row_sum)[at] = softmax.row_sum[slot];
+      if (!is_split) {
+        store_log_sum_exp(forward, place.n, place.h, l,
+                          log_sum_exp_of(factors, softmax.row_max[slot], softmax.row_sum[slot]));
+      }
     }
   }
   if (is_split) {
@@ -149,6 +152,28 @@ __global__ void __launch_bounds__(Tiles::kThreads)
                    return softmax.row_sum[slot] == Sum{0} ? Sum{0} : factors.dropout_scale / softmax.row_sum[slot];
                  });
   }
+  return true;
+}
+
+template <typename Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads)
+    attention_forward_kernel(const __grid_constant__ ForwardCall forward) {
+  BlockIndex block;
+  const int split = block.take(forward.splits);
+  const int part = block.take(forward.parts);
+  int row_tile = block.take(forward.row_tiles);
+  // Under causality the last rows see the most keys: they start first.
+  if (forward.call.problem.is_causal) row_tile = forward.row_tiles - 1 - row_tile;
+  TilePlace place;
+  place.h = block.take(forward.call.sizes.heads);
+  place.n = block.rest();
+  place.query_begin = row_tile * Tiles::kRows;
+  auto* memory = dynamic_shared<unsigned char>();
+  if (attend<Tiles>(forward, place, split, part, memory)) return;
+  in_careful_parts<Tiles>(place.query_begin, part, [&]<typename Careful>(int first_row, int careful_part) {
+    place.query_begin = first_row;
+    attend<Careful>(forward, place, split, careful_part, memory);
+  });
 }
 
 inline constexpr int kMergeWarps = 4;
@@ -192,6 +217,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   if (lane == 0) {
     static_cast<Sum*>(forward.outputs.row_max)[row] = row_max;
     static_cast<Sum*>(forward.outputs.row_sum)[row] = sum;
+    store_log_sum_exp(forward, n, h, l, log_sum_exp_of(factors, row_max, sum));
   }
 }
 

@@ -33,6 +33,8 @@ struct GenericTile {
 template <typename SumType>
 struct GenericTiles {
   using Sum = SumType;
+  static constexpr bool kPlain = false;
+  static constexpr bool kIsCareful = true;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kRows = 64;
@@ -82,8 +84,7 @@ struct GenericTiles {
     for (int slot = 0; slot < kRowSlots; ++slot) keep[slot] = 0;
 #pragma unroll
     for (int c = 0; c < kColumnSlots; ++c) {
-      const std::uint32_t eight =
-          keep_eight(key, call.dropout_threshold, place.n, place.h, place.query_begin + column(c), group, y());
+      const std::uint32_t eight = keep_eight(call, key, place, place.query_begin + column(c), group, y());
 #pragma unroll
       for (int slot = 0; slot < kRowSlots; ++slot) keep[slot] |= ((eight >> (first_number + slot)) & 1U) << c;
     }
@@ -117,11 +118,12 @@ struct GenericTiles {
 
   static __device__ __forceinline__ void commit() {}
   static __device__ __forceinline__ void arrive() { __syncthreads(); }
-  /// Nothing is looked for: where asked to, accumulate() looks at every weight's visibility.
+  /// Nothing is looked for: accumulate() looks at every weight's visibility.
   template <typename... ColumnTiles>
-  static __device__ __forceinline__ bool arrive_and_look(bool look, int /*stage*/, const ColumnTiles&... /*tiles*/) {
+  static __device__ __forceinline__ bool arrive_and_look(bool /*look*/, int /*stage*/,
+                                                         const ColumnTiles&... /*tiles*/) {
     __syncthreads();
-    return look;
+    return false;
   }
 
   // ---- Products ----
@@ -153,7 +155,7 @@ struct GenericTiles {
   }
 
   __device__ void accumulate(Output& output, Scores& weights, const std::uint32_t (&visible)[kRowSlots],
-                             const ColumnTile& right, int stage, int part, bool careful) const {
+                             bool has_hidden, const ColumnTile& right, int stage, int part) const {
     __syncthreads();
 #pragma unroll
     for (int slot = 0; slot < 4; ++slot) {
@@ -172,7 +174,7 @@ struct GenericTiles {
       __syncthreads();
       std::uint32_t sees[4];
 #pragma unroll
-      for (int slot = 0; slot < 4; ++slot) sees[slot] = careful ? visible_[row(slot) * 4 + begin / kStep] : 0xFFFFU;
+      for (int slot = 0; slot < 4; ++slot) sees[slot] = has_hidden ? visible_[row(slot) * 4 + begin / kStep] : 0xFFFFU;
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         Sum b[4];

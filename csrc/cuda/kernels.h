@@ -49,10 +49,11 @@ constexpr int padded_dim(std::int64_t head_dim, std::int64_t value_dim) {
   return 0;
 }
 
+// T: half, bfloat16. `is_plain`: the call is one that tiles with kPlain take.
 template <typename T>
-ForwardKernels tensor_forward_kernels(int dim);  // T: half, bfloat16
+ForwardKernels tensor_forward_kernels(int dim, bool is_plain);
 template <typename T>
-BackwardKernels tensor_backward_kernels(int dim);
+BackwardKernels tensor_backward_kernels(int dim, bool is_plain);
 template <typename Sum>
 ForwardKernels generic_forward_kernels();  // Sum: float for all but float64, double
 template <typename Sum>
@@ -66,15 +67,20 @@ constexpr TileShape shape_of() {
   return {Tiles::kRows, Tiles::kColumns, Tiles::kOutput};
 }
 
+template <typename Tiles>
+Kernel<ForwardCall> forward_kernel_of() {
+  return {shape_of<Tiles>(), ForwardMemory<Tiles>::bytes(false), ForwardMemory<Tiles>::bytes(true),
+          [](const ForwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
+            launch("attention_forward_kernel", &attention_forward_kernel<Tiles>,
+                   grid_of("attention_forward_kernel", blocks), dim3(Tiles::kThreads),
+                   static_cast<std::size_t>(shared_bytes), stream, call);
+          }};
+}
+
 template <typename Tiles, typename WeightTiles>
 ForwardKernels forward_kernels_of() {
   ForwardKernels kernels;
-  kernels.forward = {shape_of<Tiles>(), ForwardMemory<Tiles>::bytes(false), ForwardMemory<Tiles>::bytes(true),
-                     [](const ForwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
-                       launch("attention_forward_kernel", &attention_forward_kernel<Tiles>,
-                              grid_of("attention_forward_kernel", blocks), dim3(Tiles::kThreads),
-                              static_cast<std::size_t>(shared_bytes), stream, call);
-                     }};
+  kernels.forward = forward_kernel_of<Tiles>();
   kernels.weights = {shape_of<WeightTiles>(), WeightsMemory<WeightTiles>::bytes(false),
                      WeightsMemory<WeightTiles>::bytes(true),
                      [](const WeightsCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
@@ -85,22 +91,30 @@ ForwardKernels forward_kernels_of() {
   return kernels;
 }
 
+template <typename KeyTiles>
+Kernel<BackwardCall> keys_kernel_of() {
+  return {shape_of<KeyTiles>(), BackwardMemory<KeyTiles>::bytes(false), BackwardMemory<KeyTiles>::bytes(true),
+          [](const BackwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
+            launch("backward_keys_kernel", &backward_keys_kernel<KeyTiles>, grid_of("backward_keys_kernel", blocks),
+                   dim3(KeyTiles::kThreads), static_cast<std::size_t>(shared_bytes), stream, call);
+          }};
+}
+
+template <typename QueryTiles>
+Kernel<BackwardCall> queries_kernel_of() {
+  return {shape_of<QueryTiles>(), BackwardMemory<QueryTiles>::bytes(false), BackwardMemory<QueryTiles>::bytes(true),
+          [](const BackwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
+            launch("backward_queries_kernel", &backward_queries_kernel<QueryTiles>,
+                   grid_of("backward_queries_kernel", blocks), dim3(QueryTiles::kThreads),
+                   static_cast<std::size_t>(shared_bytes), stream, call);
+          }};
+}
+
 template <typename KeyTiles, typename QueryTiles>
 BackwardKernels backward_kernels_of() {
   BackwardKernels kernels;
-  kernels.keys = {shape_of<KeyTiles>(), BackwardMemory<KeyTiles>::bytes(false), BackwardMemory<KeyTiles>::bytes(true),
-                  [](const BackwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
-                    launch("backward_keys_kernel", &backward_keys_kernel<KeyTiles>,
-                           grid_of("backward_keys_kernel", blocks), dim3(KeyTiles::kThreads),
-                           static_cast<std::size_t>(shared_bytes), stream, call);
-                  }};
-  kernels.queries = {shape_of<QueryTiles>(), BackwardMemory<QueryTiles>::bytes(false),
-                     BackwardMemory<QueryTiles>::bytes(true),
-                     [](const BackwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {
-                       launch("backward_queries_kernel", &backward_queries_kernel<QueryTiles>,
-                              grid_of("backward_queries_kernel", blocks), dim3(QueryTiles::kThreads),
-                              static_cast<std::size_t>(shared_bytes), stream, call);
-                     }};
+  kernels.keys = keys_kernel_of<KeyTiles>();
+  kernels.queries = queries_kernel_of<QueryTiles>();
   kernels.weight_deltas = {
       shape_of<QueryTiles>(), DeltaMemory<QueryTiles>::bytes(false), DeltaMemory<QueryTiles>::bytes(true),
       [](const BackwardCall& call, std::int64_t blocks, int shared_bytes, cudaStream_t stream) {

@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   using Memory = MaskGradientMemory<Tiles>;
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
-  const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
+  const TileKind kind = tile_kind<Tiles>(call, place, Tiles::kRows, Tiles::kColumns);
   if (kind == TileKind::kHidden) return;
   Tiles tiles(memory + Memory::kScratch);
   const int kv_head = place.h / call.sizes.group;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   mask_scores<Tiles, false>(call, factors, place, kind, weights, visible, tiles.stages());
   tiles.multiply(score_grads, grads, values, 0);
   DropoutGroup<Tiles> dropout_group;
-  if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+  if (has_dropout<Tiles>(call)) dropout_group.keep(call, dropout, place, keep);
   differentiate<Tiles, false>(backward, factors, place, kind, visible, keep, weights, score_grads, tiles.stages(),
                               [&](int slot, int) { return rows[slot]; });
 #pragma unroll
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __
 
   auto* memory = dynamic_shared<unsigned char>();
   const Factors<Sum>& factors = factors_of<Sum>(backward.call);
-  const core::PhiloxKey dropout = dropout_key(backward.call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(backward.call);
   typename Tiles::Scores total;
   Tiles::clear(total);
   TilePlace place;

@@ -61,6 +61,14 @@ __device__ __forceinline__ void with_elements(const core::View& mask, const Body
   }
 }
 
+/// One element of a floating view of any dtype, as a sum.
+template <typename Sum>
+__device__ __forceinline__ Sum element_of(const core::View& view, std::int64_t offset) {
+  Sum number{0};
+  with_elements(view, [&](const auto* elements) { number = mask_number<Sum>(elements[offset]); });
+  return number;
+}
+
 // ---- Schedule ----
 
 /// The class of all class tiles that rows [row_begin, row_end) and keys [key_begin, key_end) touch.
@@ -85,6 +93,7 @@ __device__ inline MaskClass class_of_range(const MaskClasses& classes, int n, in
 }
 
 /// The kind of the tile with `rows` queries and `keys` keys at `place`. What lies beyond the last query does not count.
+template <typename Tiles>
 __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, int rows, int keys) {
   const core::AttentionProblem& problem = call.problem;
   const int masked = call.sizes.masked_keys;
@@ -95,10 +104,11 @@ __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, i
   if (place.key_begin >= masked) return kind;
   const bool all_masked = key_end <= masked;
   const int masked_end = all_masked ? key_end : masked;
-  if (problem.is_causal && masked_end - 1 > place.query_begin) {
-    if (all_masked && place.key_begin >= row_end) return TileKind::kHidden;
+  if (problem.is_causal && masked_end - 1 > place.query_begin + call.sizes.causal_offset) {
+    if (all_masked && place.key_begin >= row_end + call.sizes.causal_offset) return TileKind::kHidden;
     kind = TileKind::kGeometry;
   }
+  if (Tiles::kPlain) return kind;
   if (problem.key_padding_mask) {
     const MaskClass found = class_of_range(call.padding_classes, place.n, 0, 0, 1, place.key_begin, masked_end);
     if (found == MaskClass::kHidden && all_masked) return TileKind::kHidden;
@@ -151,10 +161,10 @@ class TileSchedule {
       const int begin = index * Tiles::kColumns;
       if constexpr (kKeysInRows) {
         place.query_begin = begin;
-        kind = tile_kind(call_, place, Tiles::kColumns, Tiles::kRows);
+        kind = tile_kind<Tiles>(call_, place, Tiles::kColumns, Tiles::kRows);
       } else {
         place.key_begin = begin;
-        kind = tile_kind(call_, place, Tiles::kRows, Tiles::kColumns);
+        kind = tile_kind<Tiles>(call_, place, Tiles::kRows, Tiles::kColumns);
       }
     }
     visible_ = __ballot_sync(kAllLanes, kind != TileKind::kHidden);
@@ -244,7 +254,7 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
   using Sum = typename Tiles::Sum;
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) visible[slot] = 0xFFFFFFFFU;
-  if (kind == TileKind::kMasked) {
+  if (!Tiles::kPlain && kind == TileKind::kMasked) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
 #pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
@@ -253,14 +263,14 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
       __syncwarp();
       for_each_unstaged<Tiles>(first, stage, [&](Sum added, int slot, int c) {
         Sum& score = scores.at(slot, c);
-        if (call.has_bias) score = multiply_add(score, factors.query_factor, added);
+        if (has_bias<Tiles>(call)) score = multiply_add(score, factors.query_factor, added);
         if (added == kMinusInfinity<Sum>) {
           score = added;
           visible[slot] &= ~(1U << c);
         }
       });
     }
-  } else if (call.has_bias) {
+  } else if (has_bias<Tiles>(call)) {
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
 #pragma unroll
@@ -274,7 +284,8 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
   const int keys_left = call.sizes.keys - key_base;
   const int masked_left = call.sizes.masked_keys - key_base;
   // Key k is in query q's past where k - q <= diagonal.
-  const int diagonal = call.problem.is_causal ? query_base - key_base : std::numeric_limits<int>::max();
+  const int diagonal =
+      call.problem.is_causal ? query_base + call.sizes.causal_offset - key_base : std::numeric_limits<int>::max();
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
 #pragma unroll

@@ -7,10 +7,10 @@
 //
 // A thread adds up its own columns; rows are added over lanes once, at the end. A row that has seen nothing has m =
 // -inf, sum = 0; exp2 is taken against 0 then, so its weights are 0. A NaN score never becomes a maximum and makes the
-// sum NaN.
+// sum NaN. A sink is a key whose value is 0, met before all others: m = sink, sum = 1.
 #pragma once
 
-#include "cuda/call.h"
+#include "cuda/masks.h"
 
 namespace fused_mha::cuda {
 
@@ -20,13 +20,31 @@ __device__ __forceinline__ Sum reference_of(Sum row_max) {
   return row_max == kMinusInfinity<Sum> ? Sum{0} : row_max;
 }
 
-/// exp2(unit (t - reference)). Without bias `score` is the bare product and the unit 1: one multiply-add. With it the
+/// exp2(unit (t - reference)). Where scores are not `scaled` yet the unit is 1: one multiply-add. Where they are the
 /// difference comes first: unit * t alone may be infinite.
 template <typename Sum>
-__device__ __forceinline__ Sum unnormalized_weight(bool has_bias, const Factors<Sum>& factors, Sum score,
-                                                   Sum reference) {
-  return has_bias ? exp2_of((score - reference) * factors.unit)
-                  : exp2_of(multiply_add(score, factors.query_factor, -reference));
+__device__ __forceinline__ Sum unnormalized_weight(bool scaled, const Factors<Sum>& factors, Sum score, Sum reference) {
+  return scaled ? exp2_of((score - reference) * factors.unit)
+                : exp2_of(multiply_add(score, factors.query_factor, -reference));
+}
+
+/// The score of the sink of (n, h), in the unit of scores; -inf without one. Infinity would leave NaN where two of them
+/// are subtracted; all that matters of it is that nothing else counts.
+template <typename Sum>
+__device__ __forceinline__ Sum sink_of(const Call& call, const Factors<Sum>& factors, int n, int h) {
+  const core::View& sink = call.problem.sink;
+  if (!sink) return kMinusInfinity<Sum>;
+  const Sum score = element_of<Sum>(sink, sink.offset(n, h, 0, 0)) * factors.bias_factor;
+  constexpr Sum kLargest = std::numeric_limits<Sum>::max();
+  return score > kLargest ? kLargest : score;
+}
+
+/// log sum exp of a row's scores, in the unit that they had before they were scaled for exp2; -inf where nothing is
+/// seen.
+template <typename Sum>
+__device__ __forceinline__ Sum log_sum_exp_of(const Factors<Sum>& factors, Sum row_max, Sum row_sum) {
+  constexpr auto kLn2 = static_cast<Sum>(std::numbers::ln2);
+  return row_sum == Sum{0} ? kMinusInfinity<Sum> : row_max * (factors.unit * kLn2) + log_of(row_sum);
 }
 
 template <typename Tiles>
@@ -43,6 +61,17 @@ struct OnlineSoftmax {
     }
   }
 
+  /// Lets rows that have seen nothing yet see the sink of (n, h), if there is one.
+  __device__ __forceinline__ void begin_with_sink(const Call& call, const Factors<Sum>& factors, int n, int h) {
+    const Sum sink = sink_of(call, factors, n, h);
+    if (sink == kMinusInfinity<Sum>) return;
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+      row_max[slot] = sink;
+      row_sum[slot] = Tiles::column(0) != 0 ? Sum{0} : sink == sink ? Sum{1} : sink;
+    }
+  }
+
   /// Scores become weights; the output of the tiles before shrinks to the new maximum.
   __device__ __forceinline__ void add(const Call& call, const Factors<Sum>& factors, typename Tiles::Scores& scores,
                                       typename Tiles::Output& output) {
@@ -52,7 +81,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int c = 1; c < Tiles::kColumnSlots; ++c) tile_max = larger(tile_max, scores.at(slot, c));
       tile_max = largest_of_lanes<Tiles::kLanesOfRow>(tile_max);
-      if (!call.has_bias) tile_max *= factors.query_factor;
+      if (!has_bias<Tiles>(call)) tile_max *= factors.query_factor;
       const Sum before = row_max[slot];
       row_max[slot] = larger(before, tile_max);
       const Sum reference = reference_of(row_max[slot]);
@@ -60,7 +89,7 @@ struct OnlineSoftmax {
       Sum sum = row_sum[slot] * shrink;
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), reference);
+        const Sum weight = unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), reference);
         scores.at(slot, c) = weight;
         sum += weight;
       }

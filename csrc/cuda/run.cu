@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cuda/classify_masks.h"
+#include "cuda/copy.h"
 #include "cuda/kernels.h"
 
 namespace fused_mha::cuda {
@@ -75,19 +76,47 @@ const char* refusal(const AttentionProblem& problem, const DeviceLimits& limits,
   return nullptr;
 }
 
+bool has_masks(const AttentionProblem& problem) { return problem.attn_mask || problem.key_padding_mask; }
+
+bool has_float_mask(const AttentionProblem& problem) {
+  return is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask);
+}
+
+/// Maxima of bare products stand for maxima of scores only where the scale is positive, and nothing is added.
+bool scores_are_scaled_first(const AttentionProblem& problem) {
+  return has_float_mask(problem) || !(problem.scale > 0.0) || std::isinf(problem.scale);
+}
+
+/// Whether 16-byte chunks of every row can be copied as they are.
+bool lies_in_chunks(const core::View& view, std::int64_t columns) {
+  const auto is_whole = [](std::int64_t elements) { return elements % kChunk == 0; };
+  return reinterpret_cast<std::uintptr_t>(view.data) % (kChunk * sizeof(half)) == 0 && is_whole(columns) &&
+         is_whole(view.strides[0]) && is_whole(view.strides[1]) && is_whole(view.strides[2]) && view.strides[3] == 1;
+}
+
+/// Whether tiles with kPlain take the call.
+bool is_plain(const AttentionProblem& problem) {
+  return !has_masks(problem) && problem.dropout_p == 0.0 && !scores_are_scaled_first(problem) &&
+         lies_in_chunks(problem.query, problem.head_dim) && lies_in_chunks(problem.key, problem.head_dim) &&
+         lies_in_chunks(problem.value, problem.value_dim);
+}
+
+bool is_plain(const AttentionProblem& problem, const core::BackwardInputs& inputs) {
+  return is_plain(problem) && !inputs.grad_weights &&
+         (!inputs.grad_output || lies_in_chunks(inputs.grad_output, problem.value_dim));
+}
+
 ForwardKernels tensor_forward(const AttentionProblem& problem) {
   const int dim = padded_dim(problem.head_dim, problem.value_dim);
-  return problem.query.dtype == DType::kFloat16 ? tensor_forward_kernels<half>(dim)
-                                                : tensor_forward_kernels<bfloat16>(dim);
+  return problem.query.dtype == DType::kFloat16 ? tensor_forward_kernels<half>(dim, is_plain(problem))
+                                                : tensor_forward_kernels<bfloat16>(dim, is_plain(problem));
 }
 
-BackwardKernels tensor_backward(const AttentionProblem& problem) {
+BackwardKernels tensor_backward(const AttentionProblem& problem, bool is_plain) {
   const int dim = padded_dim(problem.head_dim, problem.value_dim);
-  return problem.query.dtype == DType::kFloat16 ? tensor_backward_kernels<half>(dim)
-                                                : tensor_backward_kernels<bfloat16>(dim);
+  return problem.query.dtype == DType::kFloat16 ? tensor_backward_kernels<half>(dim, is_plain)
+                                                : tensor_backward_kernels<bfloat16>(dim, is_plain);
 }
-
-bool has_masks(const AttentionProblem& problem) { return problem.attn_mask || problem.key_padding_mask; }
 
 template <typename CallType>
 int shared_bytes(const Kernel<CallType>& kernel, bool with_stages) {
@@ -109,7 +138,7 @@ const char* forward_refusal(const AttentionProblem& problem, const DeviceLimits&
 }
 
 const char* backward_refusal(const AttentionProblem& problem, const DeviceLimits& limits) {
-  return refusal(problem, limits, largest_bytes(tensor_backward(problem)));
+  return refusal(problem, limits, largest_bytes(tensor_backward(problem, false)));
 }
 
 ForwardKernels choose_forward(const AttentionProblem& problem, const DeviceLimits& limits) {
@@ -117,8 +146,9 @@ ForwardKernels choose_forward(const AttentionProblem& problem, const DeviceLimit
   return problem.query.dtype == DType::kFloat64 ? generic_forward_kernels<double>() : generic_forward_kernels<float>();
 }
 
-BackwardKernels choose_backward(const AttentionProblem& problem, const DeviceLimits& limits) {
-  if (backward_refusal(problem, limits) == nullptr) return tensor_backward(problem);
+BackwardKernels choose_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,
+                                const DeviceLimits& limits) {
+  if (backward_refusal(problem, limits) == nullptr) return tensor_backward(problem, is_plain(problem, inputs));
   return problem.query.dtype == DType::kFloat64 ? generic_backward_kernels<double>()
                                                 : generic_backward_kernels<float>();
 }
@@ -161,7 +191,7 @@ struct CallPlan {
 };
 
 int size_of(const char* name, std::int64_t size) {
-  constexpr std::int64_t kLargest = std::numeric_limits<std::int32_t>::max() - (1 << 16);
+  constexpr std::int64_t kLargest = (std::int64_t{1} << 30) - (1 << 16);  // two of them, and a tile, add up in 32 bits
   if (size > kLargest) {
     throw std::runtime_error(std::string("fused_mha: the CUDA kernels take ") + name + " up to " +
                              std::to_string(kLargest) + ", got " + std::to_string(size));
@@ -178,6 +208,9 @@ Sizes sizes_of(const AttentionProblem& problem) {
   sizes.queries = size_of("a query length", problem.query_length);
   sizes.keys = size_of("a key length", problem.key_length);
   sizes.masked_keys = static_cast<int>(problem.masked_keys());
+  // Below -L nothing is seen, from S on everything is.
+  sizes.causal_offset =
+      static_cast<int>(std::clamp<std::int64_t>(problem.causal_offset, -problem.query_length, problem.key_length));
   sizes.head_dim = size_of("a head dimension", problem.head_dim);
   sizes.value_dim = size_of("a value dimension", problem.value_dim);
   return sizes;
@@ -194,17 +227,16 @@ CallPlan plan_call(const AttentionProblem& problem, DeviceRngState rng, Workspac
   Call& call = plan.call;
   call.problem = problem;
   call.sizes = sizes_of(problem);
-  const bool has_float_mask = is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask);
-  call.double_factors.unit = has_float_mask ? 4.0 : 1.0;
+  call.double_factors.unit = has_float_mask(problem) ? 4.0 : 1.0;
   call.double_factors.bias_factor = std::numbers::log2e / call.double_factors.unit;
   call.double_factors.query_factor = problem.scale * call.double_factors.bias_factor;
   call.double_factors.dropout_scale = core::dropout_scale(problem.dropout_p);
   call.double_factors.scale = problem.scale;
   call.float_factors = rounded(call.double_factors);
-  // Maxima of bare products stand for maxima of scores only where the scale is positive.
-  call.has_bias = has_float_mask || !(problem.scale > 0.0) || std::isinf(problem.scale);
+  call.has_bias = scores_are_scaled_first(problem);
   call.has_dropout = problem.dropout_p > 0.0;
   call.dropout_threshold = core::dropout_threshold(problem.dropout_p);
+  call.first_sample = static_cast<std::uint32_t>(problem.first_sample);
   call.rng_numbers = rng.numbers;
   call.rng_stride = rng.stride;
   plan.attn = plan_classes(problem, problem.attn_mask, false, workspace, call.attn_classes);
@@ -255,8 +287,9 @@ ForwardPlan plan_forward(const AttentionProblem& problem, const core::ForwardOut
   const int key_tiles = tiles_of(problem.key_length, shape.columns);
   plan.blocks = problem.batch * problem.heads * forward.row_tiles * forward.parts;
   const int splits = choose_splits(plan.blocks, key_tiles, limits);
-  forward.key_tiles_of_split = tiles_of(key_tiles, splits);
-  forward.splits = forward.key_tiles_of_split == 0 ? 1 : tiles_of(key_tiles, forward.key_tiles_of_split);
+  const int keys_of_split = std::max(tiles_of(key_tiles, splits) * shape.columns, 1);
+  forward.keys_of_split = tiles_of(keys_of_split, kClassKeys) * kClassKeys;
+  forward.splits = std::max(tiles_of(problem.key_length, forward.keys_of_split), 1);
   plan.blocks *= forward.splits;
   if (forward.splits > 1) {
     const auto bytes = static_cast<std::int64_t>(accumulator_size(problem)) * forward.splits * all_rows(problem);
@@ -304,6 +337,14 @@ void start_output_deltas(const BackwardCall& backward, Stream stream) {
          dim3(kDeltaWarps * kWarpSize), 0, stream, backward);
 }
 
+template <typename Sum>
+void start_sink_gradient(const BackwardCall& backward, Stream stream) {
+  const std::int64_t blocks = backward.outputs.sink_sizes[0] * backward.outputs.sink_sizes[1];
+  if (blocks == 0) return;
+  launch("sink_gradient_kernel", &sink_gradient_kernel<Sum>, grid_of("sink_gradient_kernel", blocks),
+         dim3(kSinkThreads), kSinkThreads / kWarpSize * sizeof(Sum), stream, backward);
+}
+
 // ---- Dropout ----
 
 struct DropoutCall {
@@ -323,7 +364,7 @@ __global__ void __launch_bounds__(kDropoutThreads) dropout_mask_kernel(const __g
        i += stride) {
     const std::int64_t row = i / problem.key_length;
     dropout.keep[i] = core::dropout_keeps(
-        key, dropout.call.dropout_threshold, row / problem.query_length / problem.heads,
+        key, dropout.call.dropout_threshold, problem.first_sample + row / problem.query_length / problem.heads,
         row / problem.query_length % problem.heads, row % problem.query_length, i % problem.key_length);
   }
 }
@@ -389,7 +430,7 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
   Workspace parts(workspace);
   const CallPlan masks = plan_call(problem, rng, parts);
   BackwardCall backward = plan_backward(problem, inputs, outputs, masks, parts);
-  const BackwardKernels kernels = choose_backward(problem, device_limits());
+  const BackwardKernels kernels = choose_backward(problem, inputs, device_limits());
   classify_masks(masks, stream);
 
   const std::int64_t heads = problem.batch * problem.heads;
@@ -412,6 +453,10 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
     backward.parts = tiles_of(std::max(problem.head_dim, problem.value_dim), kernels.keys.shape.output);
     start(kernels.keys, backward, with_stages, problem.batch * problem.kv_heads * backward.tiles * backward.parts,
           stream);
+  }
+  if (outputs.grad_sink) {
+    problem.query.dtype == DType::kFloat64 ? start_sink_gradient<double>(backward, stream)
+                                           : start_sink_gradient<float>(backward, stream);
   }
   const TileShape shape = kernels.mask_gradient.shape;
   const std::array<std::int64_t, 4> padding_sizes{problem.batch, 1, 1, problem.masked_keys()};

@@ -17,11 +17,18 @@
 
 namespace fused_mha::cuda {
 
+enum class TilesFor {
+  kAnyCall,
+  kPlainCalls,  // see call.h; operands lie in aligned chunks of 16 bytes
+  kHiddenNaN    // any call: a hidden element does not meet what is in a tile that passes, be it infinite or NaN
+};
+
 template <typename T, int kDimension, int kRowTiles, int kWarpCount, int kColumnCount, int kOutputColumns = kDimension,
-          bool kSpread = false>
+          bool kSpread = false, TilesFor kFor = TilesFor::kAnyCall>
 struct TensorTiles {
-  using Element = T;
   using Sum = float;
+  static constexpr bool kPlain = kFor == TilesFor::kPlainCalls;
+  static constexpr bool kIsCareful = kFor == TilesFor::kHiddenNaN;
   static constexpr int kDim = kDimension;
   static constexpr int kWarps = kWarpCount;
   static constexpr int kThreads = kWarps * kWarpSize;
@@ -36,6 +43,11 @@ struct TensorTiles {
   static constexpr int kLanesOfColumn = 28;  // and inside a column
   static_assert(kColumns % 16 == 0 && kColumnSlots <= 32 && kOutput % 16 == 0);
   static_assert(!kSpread || kRowTiles == 1);
+  // What takes over where a tile that passes is not finite: few registers, not fast. At least as many columns as
+  // threads fill at once.
+  static constexpr int kCarefulColumns = kThreads * kChunk / kDim > 16 ? kThreads* kChunk / kDim : 16;
+  using Careful =
+      TensorTiles<T, kDim, 1, kWarps, kCarefulColumns, (kOutput > 64 ? 64 : kOutput), kSpread, TilesFor::kHiddenNaN>;
 
   struct Scores {
     float value[kRowTiles][kColumns / 8][4];
@@ -104,7 +116,7 @@ struct TensorTiles {
 #pragma unroll 1  // one generator at a time: side by side they would take all registers
       for (int i = 0; i < kCounters / kWarpSize; ++i) {
         const int counter = lane() + i * kWarpSize;
-        word |= keep_eight(key, call.dropout_threshold, place.n, place.h, place.query_begin + counter % kColumns, group,
+        word |= keep_eight(call, key, place, place.query_begin + counter % kColumns, group,
                            warp() * kWarpResidues + counter / kColumns)
                 << (8 * i);
       }
@@ -127,8 +139,8 @@ struct TensorTiles {
 
   // ---- Memory ----
 
-  using RowTile = SharedTile<T, kRows, kDim, kThreads>;
-  using ColumnTile = SharedTile<T, kColumns, kDim, kThreads>;
+  using RowTile = SharedTile<T, kRows, kDim, kThreads, kPlain>;
+  using ColumnTile = SharedTile<T, kColumns, kDim, kThreads, kPlain>;
   static constexpr int kRowTileBytes = RowTile::kElements * static_cast<int>(sizeof(T));
   static constexpr int kColumnTileBytes = ColumnTile::kElements * static_cast<int>(sizeof(T));
 
@@ -159,11 +171,15 @@ struct TensorTiles {
     __syncthreads();
   }
 
-  /// The same; says whether, with `look`, any of the tiles' stages holds an infinity or a NaN. One barrier is between
-  /// two looks at the same stage.
+  /// The same; says whether, with `look`, any of the tiles' stages holds an infinity or a NaN that accumulate() would
+  /// let hidden elements meet. One barrier is between two looks at the same stage.
   template <typename... ColumnTiles>
   __device__ __forceinline__ bool arrive_and_look(bool look, int stage, const ColumnTiles&... tiles) const {
     cp_async_wait<0>();
+    if constexpr (kIsCareful) {
+      __syncthreads();
+      return false;
+    }
     if (look) {
       bool found = false;
       ((found = found || tiles.own_part_is_not_finite(stage)), ...);
@@ -226,13 +242,12 @@ struct TensorTiles {
     }
   }
 
-  /// `careful`: a weight that is not visible must not meet what is in the tile, its 0 would not end an infinity or NaN.
   /// Spoils `weights`.
   static __device__ __forceinline__ void accumulate(Output& output, Scores& weights,
-                                                    const std::uint32_t (&visible)[kRowSlots], const ColumnTile& right,
-                                                    int stage, int part, bool careful) {
+                                                    const std::uint32_t (&visible)[kRowSlots], bool /*has_hidden*/,
+                                                    const ColumnTile& right, int stage, int part) {
     const T* tile = right.stage(stage);
-    if (careful) {
+    if constexpr (kIsCareful) {
       accumulate_visible(output, weights, visible, tile, part * kOutput);
       return;
     }

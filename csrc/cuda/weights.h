@@ -2,7 +2,7 @@
 //
 // Returned weights, from the row statistics that the forward kernel left.
 //
-//   weights (N, H, L, S) = keep / (1 - p) P, or (N, 1, L, S): their mean over heads
+//   weights (N, H, L, S) = keep / (1 - p) P, or (N, 1, L, S): their mean over heads; or P itself, before dropout
 //
 // A thread block has one tile of kRows queries x kColumns keys; heads are averaged inside it, in order, so that each
 // element is written once. Every element is written: 0 where nothing is visible.
@@ -50,11 +50,13 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key(call);
+  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
+  const bool drops = has_dropout<Tiles>(call) && !weights.outputs.weights_before_dropout;
+  const Sum dropout_scale = drops ? factors.dropout_scale : Sum{1};
   typename Tiles::Scores total;
   Tiles::clear(total);
   for (place.h = first_head; place.h < last_head; ++place.h) {
-    const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
+    const TileKind kind = tile_kind<Tiles>(call, place, Tiles::kRows, Tiles::kColumns);
     if (kind == TileKind::kHidden) continue;
     typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
                                     memory + Memory::kQueries);
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
     tiles.multiply(scores, queries, keys, 0);
     mask_scores<Tiles, false>(call, factors, place, kind, scores, visible, tiles.stages());
     DropoutGroup<Tiles> dropout_group;
-    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
+    if (drops) dropout_group.keep(call, dropout, place, keep);
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const RowStatistics<Sum> row =
@@ -79,10 +81,10 @@ __global__ void __launch_bounds__(Tiles::kThreads)
                                place.query_begin + Tiles::row(slot));
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference);
-        const bool keeps = !call.has_dropout || ((keep[slot] >> c) & 1U) != 0;
+        const Sum weight = unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), row.reference);
+        const bool keeps = !drops || ((keep[slot] >> c) & 1U) != 0;
         if (keeps && ((visible[slot] >> c) & 1U) != 0) {
-          total.at(slot, c) += weight * row.reciprocal * factors.dropout_scale;
+          total.at(slot, c) += weight * row.reciprocal * dropout_scale;
         }
       }
     }

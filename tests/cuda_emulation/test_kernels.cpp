@@ -49,7 +49,7 @@ class DeviceMemory {
   }
   void add(const Problem& problem) {
     for (const Tensor* tensor :
-         {&problem.query, &problem.key, &problem.value, &problem.key_padding_mask, &problem.attn_mask}) {
+         {&problem.query, &problem.key, &problem.value, &problem.key_padding_mask, &problem.attn_mask, &problem.sink}) {
       add(*tensor, false);
     }
   }
@@ -71,6 +71,7 @@ struct AlignedBytes {
 struct ForwardResult {
   Tensor output;
   Tensor weights;
+  Tensor log_sum_exp;
   std::vector<double> row_max;  // storage of either accumulation type
   std::vector<double> row_sum;
 };
@@ -79,7 +80,7 @@ std::array<std::int64_t, 2> rng_numbers(const core::AttentionProblem& problem) {
   return {static_cast<std::int64_t>(problem.rng.seed), static_cast<std::int64_t>(problem.rng.offset)};
 }
 
-ForwardResult run_forward(const Problem& p, WeightsMode mode) {
+ForwardResult run_forward(const Problem& p, WeightsMode mode, bool before_dropout = false) {
   const core::AttentionProblem& problem = p.problem;
   ForwardResult result;
   result.output =
@@ -96,13 +97,18 @@ ForwardResult run_forward(const Problem& p, WeightsMode mode) {
   outputs.row_max = result.row_max.data();
   outputs.row_sum = result.row_sum.data();
   outputs.weights_mode = mode;
+  outputs.weights_before_dropout = before_dropout;
   if (mode != WeightsMode::kNone) outputs.weights = result.weights.view;
+  result.log_sum_exp = make_tensor(problem.query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32,
+                                   {problem.batch, problem.heads, problem.query_length, 1});
+  outputs.log_sum_exp = result.log_sum_exp.view;
   const auto rng = rng_numbers(problem);
   const AlignedBytes workspace(cuda::forward_workspace_bytes(problem, outputs));
   DeviceMemory memory;
   memory.add(p);
   memory.add(result.output, true);
   memory.add(result.weights, true);
+  memory.add(result.log_sum_exp, true);
   memory.add(result.row_max.data(), rows * sizeof(double), true);
   memory.add(result.row_sum.data(), rows * sizeof(double), true);
   memory.add(rng.data(), sizeof(rng), false);
@@ -112,11 +118,28 @@ ForwardResult run_forward(const Problem& p, WeightsMode mode) {
 }
 
 struct BackwardResult {
-  Tensor query, key, value, key_padding_mask, attn_mask;
+  Tensor query, key, value, key_padding_mask, attn_mask, sink;
 };
 
-BackwardResult run_backward(const Problem& p, const ForwardResult& forward, const Tensor& grad_output,
-                            const Tensor* grad_weights, WeightsMode mode) {
+/// The gradients that come in; those that were not made are not given.
+struct Upstream {
+  Tensor output, weights, log_sum_exp;
+  WeightsMode mode = WeightsMode::kNone;
+  bool before_dropout = false;
+
+  core::BackwardInputs inputs() const {
+    core::BackwardInputs inputs;
+    if (output.view) inputs.grad_output = output.read();
+    if (weights.view) inputs.grad_weights = weights.read();
+    if (mode == WeightsMode::kAveraged) inputs.grad_weights.strides[1] = 0;
+    if (log_sum_exp.view) inputs.grad_log_sum_exp = log_sum_exp.read();
+    inputs.weights_mode = mode;
+    inputs.weights_before_dropout = before_dropout;
+    return inputs;
+  }
+};
+
+BackwardResult run_backward(const Problem& p, const ForwardResult& forward, const Upstream& upstream) {
   const core::AttentionProblem& problem = p.problem;
   const DType dtype = problem.query.dtype;
   BackwardResult result;
@@ -136,13 +159,12 @@ BackwardResult run_backward(const Problem& p, const ForwardResult& forward, cons
     outputs.grad_attn_mask = result.attn_mask.view;
     outputs.attn_mask_sizes = p.attn_mask_sizes;
   }
-  core::BackwardInputs inputs;
-  inputs.grad_output = grad_output.read();
-  if (grad_weights != nullptr) {
-    inputs.grad_weights = grad_weights->read();
-    if (mode == WeightsMode::kAveraged) inputs.grad_weights.strides[1] = 0;
+  if (problem.sink) {
+    result.sink = make_tensor(problem.sink.dtype, p.sink.sizes);
+    outputs.grad_sink = result.sink.view;
+    outputs.sink_sizes = {p.sink.sizes[0], p.sink.sizes[1]};
   }
-  inputs.weights_mode = mode;
+  core::BackwardInputs inputs = upstream.inputs();
   inputs.output = forward.output.read();
   inputs.row_max = forward.row_max.data();
   inputs.row_sum = forward.row_sum.data();
@@ -153,12 +175,13 @@ BackwardResult run_backward(const Problem& p, const ForwardResult& forward, cons
   memory.add(forward.output, false);
   memory.add(forward.row_max.data(), forward.row_max.size() * sizeof(double), false);
   memory.add(forward.row_sum.data(), forward.row_sum.size() * sizeof(double), false);
-  memory.add(grad_output, false);
-  if (grad_weights != nullptr) memory.add(*grad_weights, false);
+  memory.add(upstream.output, false);
+  memory.add(upstream.weights, false);
+  memory.add(upstream.log_sum_exp, false);
   memory.add(rng.data(), sizeof(rng), false);
   memory.add(workspace.data.get(), workspace.size, true);
   for (const Tensor* tensor :
-       {&result.query, &result.key, &result.value, &result.key_padding_mask, &result.attn_mask}) {
+       {&result.query, &result.key, &result.value, &result.key_padding_mask, &result.attn_mask, &result.sink}) {
     memory.add(*tensor, true);
   }
   cuda::attention_backward(problem, inputs, outputs, {rng.data(), 1}, workspace.data.get(), nullptr);
@@ -166,7 +189,8 @@ BackwardResult run_backward(const Problem& p, const ForwardResult& forward, cons
 }
 
 /// Largest difference to the expected values, relative to their largest magnitude, or to 1, the size of the random
-/// inputs, where cancellation makes them smaller. NaN where either side alone is NaN.
+/// inputs, where cancellation makes them smaller. NaN where either side alone is NaN, or infinite. An infinity must
+/// meet its like.
 double relative_error(const Tensor& actual, const std::vector<double>& expected) {
   double worst = 0.0;
   double largest = 1.0;
@@ -177,8 +201,8 @@ double relative_error(const Tensor& actual, const std::vector<double>& expected)
       for (std::int64_t i2 = 0; i2 < c; ++i2) {
         for (std::int64_t i3 = 0; i3 < d; ++i3, ++i) {
           const double value = actual.get(i0, i1, i2, i3);
-          if (std::isnan(value) && std::isnan(expected[i])) continue;
-          if (std::isnan(value) || std::isnan(expected[i])) return std::numeric_limits<double>::quiet_NaN();
+          if ((std::isnan(value) && std::isnan(expected[i])) || value == expected[i]) continue;
+          if (!std::isfinite(value) || !std::isfinite(expected[i])) return std::numeric_limits<double>::quiet_NaN();
           worst = std::max(worst, std::abs(value - expected[i]));
           largest = std::max(largest, std::abs(expected[i]));
         }
@@ -223,6 +247,19 @@ std::vector<double> summed_to(const core::AttentionProblem& problem, const std::
   return sums;
 }
 
+/// Gradients of the sink (N, H) in its own sizes.
+std::vector<double> summed_over_sharers(const Problem& p, const std::vector<double>& grads) {
+  const auto [samples, heads, one, other] = p.sink.sizes;
+  std::vector<double> sums(static_cast<std::size_t>(samples * heads), 0.0);
+  for (std::int64_t n = 0; n < p.problem.batch; ++n) {
+    for (std::int64_t h = 0; h < p.problem.heads; ++h) {
+      sums[static_cast<std::size_t>(n % samples * heads + h % heads)] +=
+          grads[static_cast<std::size_t>(n * p.problem.heads + h)];
+    }
+  }
+  return sums;
+}
+
 std::vector<double> averaged_over_heads(const core::AttentionProblem& problem, const std::vector<double>& weights) {
   const std::int64_t matrix = problem.query_length * problem.key_length;
   std::vector<double> average(static_cast<std::size_t>(problem.batch * matrix), 0.0);
@@ -246,27 +283,40 @@ void check_case(const Case& c) {
   REQUIRE((cuda::tensor_cores_refuse(p->problem, false) == nullptr) == is_short);
   REQUIRE((cuda::tensor_cores_refuse(p->problem, true) == nullptr) == is_short);
   const core::ReferenceForward expected = core::reference_forward(p->problem);
-  const std::vector<double> average = averaged_over_heads(p->problem, expected.weights);
+  const std::vector<double>& weights = c.weights_before_dropout ? expected.probabilities : expected.weights;
+  const std::vector<double> average = averaged_over_heads(p->problem, weights);
   const ForwardResult plain = run_forward(*p, WeightsMode::kNone);
   CHECK(relative_error(plain.output, expected.output) <= kForwardEpsilons * epsilon);
+  // A double's lowest number, added to sums that are kept in float, is that of float.
+  const bool clamped = c.attn_mask == AttnMask::kLowest && c.mask_dtype == DType::kFloat64 && c.dtype != c.mask_dtype;
+  if (!clamped) {
+    CHECK(relative_error(plain.log_sum_exp, expected.log_sum_exp) <=
+          kForwardEpsilons * epsilon_of(plain.log_sum_exp.view.dtype));
+  }
   const bool is_averaged = c.seed % 2 == 0;
   const WeightsMode mode = is_averaged ? WeightsMode::kAveraged : WeightsMode::kPerHead;
-  const ForwardResult weighted = run_forward(*p, mode);
+  const ForwardResult weighted = run_forward(*p, mode, c.weights_before_dropout);
   CHECK(weighted.output.storage == plain.output.storage);
-  CHECK(relative_error(weighted.weights, is_averaged ? average : expected.weights) <= kForwardEpsilons * epsilon);
+  CHECK(relative_error(weighted.weights, is_averaged ? average : weights) <= kForwardEpsilons * epsilon);
 
   std::mt19937 random(c.seed + 1);
-  Tensor grad_output = make_tensor(c.dtype, plain.output.sizes, Layout::kHeadsInside);
-  Tensor grad_weights = make_tensor(c.dtype, weighted.weights.sizes);
-  fill_random(grad_output, random);
-  fill_random(grad_weights, random);
-  const bool through_weights = c.seed % 3 == 0;
-  INFO("through weights " << through_weights << ", averaged " << is_averaged);
-  const core::ReferenceBackward want =
-      core::reference_backward(p->problem, grad_output.read(), through_weights ? grad_weights.read() : core::View{},
-                               through_weights ? mode : WeightsMode::kNone);
-  const BackwardResult got = run_backward(*p, plain, grad_output, through_weights ? &grad_weights : nullptr,
-                                          through_weights ? mode : WeightsMode::kNone);
+  Upstream upstream;
+  upstream.output = make_tensor(c.dtype, plain.output.sizes, Layout::kHeadsInside);
+  fill_random(upstream.output, random);
+  if (c.seed % 3 == 0) {
+    upstream.weights = make_tensor(c.dtype, weighted.weights.sizes);
+    fill_random(upstream.weights, random);
+    upstream.mode = mode;
+    upstream.before_dropout = c.weights_before_dropout;
+  }
+  if (c.seed % 5 < 2) {
+    upstream.log_sum_exp = make_tensor(plain.log_sum_exp.view.dtype, plain.log_sum_exp.sizes);
+    fill_random(upstream.log_sum_exp, random);
+  }
+  INFO("through weights " << (c.seed % 3 == 0) << ", averaged " << is_averaged << ", through log-sum-exps "
+                          << (c.seed % 5 < 2));
+  const core::ReferenceBackward want = core::reference_backward(p->problem, upstream.inputs());
+  const BackwardResult got = run_backward(*p, plain, upstream);
   CHECK(relative_error(got.query, want.grad_query) <= kBackwardEpsilons * epsilon);
   CHECK(relative_error(got.key, want.grad_key) <= kBackwardEpsilons * epsilon);
   CHECK(relative_error(got.value, want.grad_value) <= kBackwardEpsilons * epsilon);
@@ -276,6 +326,10 @@ void check_case(const Case& c) {
   }
   if (got.attn_mask.view) {
     CHECK(relative_error(got.attn_mask, summed_to(p->problem, p->attn_mask_sizes, want.grad_scores)) <=
+          kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
+  }
+  if (got.sink.view) {
+    CHECK(relative_error(got.sink, summed_over_sharers(*p, want.grad_sink)) <=
           kBackwardEpsilons * std::max(epsilon, epsilon_of(c.mask_dtype)));
   }
 }
@@ -302,6 +356,9 @@ Case random_case(std::mt19937& random, std::initializer_list<std::int64_t> dtype
   c.is_causal = pick({0, 0, 1}) == 1;
   c.always_visible_keys = std::min(pick({0, 0, 0, 1, 2}), c.S);
   c.dropout_p = std::uniform_int_distribution<int>(0, 3)(random) == 0 ? 0.3 : 0.0;
+  c.causal_offset = pick({0, 0, c.S - c.always_visible_keys - c.L, 1, -5});
+  c.sink = static_cast<Sink>(pick({0, 0, 1, 2, 3}));
+  c.weights_before_dropout = pick({0, 1}) == 1;
   c.seed = random();
   return c;
 }
