@@ -10,24 +10,29 @@
 #   VENV      folder of the Python environment to make or use (6 GB with torch); default .venv
 #   TORCH     requirement of torch to install, such as torch==2.12.*
 #   MAX_JOBS  compilers to run at once; default: one per core, and one per 3 GB of memory
+#   FORCE_CUDA  1 compiles the CUDA kernels without a GPU too, 0 never does; default: where nvcc and a GPU are
+#   TORCH_CUDA_ARCH_LIST  what GPUs to compile them for, such as 8.0;9.0+PTX (docs/cuda.md)
 VENV ?= .venv
 TORCH ?= torch>=2.11,<2.16
 MAX_JOBS ?= $(shell awk -v cores=$$(nproc) '/MemTotal/ { jobs = int($$2 / 3e6); if (jobs > cores) jobs = cores; \
 	print jobs < 1 ? 1 : jobs }' /proc/meminfo)
 export MAX_JOBS
+export FORCE_CUDA TORCH_CUDA_ARCH_LIST
 
 VENV_FOLDER := $(abspath $(VENV))
 PYTHON := $(VENV_FOLDER)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
 export PATH := $(VENV_FOLDER)/bin:$(PATH)
 
-BUILD := build/release
+# What is compiled for GPUs without being asked stays apart, so that neither build undoes the other.
+PRESET := $(if $(filter 1,$(FORCE_CUDA)),cuda,release)
+BUILD := build/$(PRESET)
 STAMPS := $(VENV_FOLDER)/.fused_mha
 PACKAGE_SOURCES := CMakeLists.txt setup.py pyproject.toml \
-	$(shell find cmake csrc python/fused_mha -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.txt' \
-	-o -name '*.cmake' -o -name '*.in' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \) -not -path '*/fused_mha/share/*' \
-	-not -path 'python/fused_mha/include/*')
-CPP_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.inc' -o -name '*.cpp')
+	$(shell find cmake csrc python/fused_mha -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' \
+	-o -name '*.txt' -o -name '*.cmake' -o -name '*.in' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \) \
+	-not -path '*/fused_mha/share/*' -not -path 'python/fused_mha/include/*')
+CPP_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo examples test test-python test-cpp test-package build bench lint format sanitize clean FORCE
 .DEFAULT_GOAL := build
@@ -52,9 +57,9 @@ test-python: build $(STAMPS)/test
 	$(PYTHON) -m pytest -q tests/python
 
 test-cpp: build $(STAMPS)/catch2
-	cmake --preset release -DPython_EXECUTABLE=$(PYTHON)
-	cmake --build --preset release -j $(MAX_JOBS)
-	ctest --preset release
+	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(PYTHON)
+	cmake --build --preset $(PRESET) -j $(MAX_JOBS)
+	ctest --preset $(PRESET)
 
 test-package: build $(STAMPS)/test
 	$(PYTHON) -m pytest -q tests/package
@@ -106,11 +111,12 @@ $(STAMPS)/catch2: $(STAMPS)/env
 	scripts/system_packages.sh test
 	touch $@
 
-# The stamp names the checkout whose package the environment holds.
-ifneq ($(shell cat $(STAMPS)/installed 2>/dev/null),$(CURDIR))
+# The stamp names the checkout whose package the environment holds, and what was asked of CUDA.
+INSTALLED := $(CURDIR) $(PRESET) $(FORCE_CUDA) $(TORCH_CUDA_ARCH_LIST)
+ifneq ($(strip $(shell cat $(STAMPS)/installed 2>/dev/null)),$(strip $(INSTALLED)))
 $(STAMPS)/installed: FORCE
 endif
 $(STAMPS)/installed: $(STAMPS)/env $(PACKAGE_SOURCES)
 	rm -rf build/lib.* build/bdist.*
 	FUSED_MHA_BUILD_DIR=$(BUILD) $(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall .
-	echo $(CURDIR) >$@
+	echo '$(INSTALLED)' >$@

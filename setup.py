@@ -45,6 +45,14 @@ def parallel_jobs() -> str:
     return os.environ.get("MAX_JOBS") or str(default)
 
 
+def cuda_option() -> str:
+    """FORCE_CUDA as PyTorch's own extensions have it: 1 compiles the CUDA kernels without a GPU too, 0 never does."""
+    force = os.environ.get("FORCE_CUDA", "")
+    if force not in ("", "0", "1"):
+        sys.exit(f"fused_mha: FORCE_CUDA must be 0 or 1, got {force!r}")
+    return {"": "AUTO", "0": "OFF", "1": "ON"}[force]
+
+
 class CMakeBuild(build_ext):
     """Configures, builds and installs into the package folder; FUSED_MHA_BUILD_DIR names another build folder."""
 
@@ -57,6 +65,8 @@ class CMakeBuild(build_ext):
             "-DFUSED_MHA_PYTHON=ON",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DFUSED_MHA_TORCH_DIR={torch_folder()}",
+            f"-DFUSED_MHA_CUDA={cuda_option()}",
+            f"-DTORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
         ]
         # An isolated build's ninja is gone the next time, so the cached path must not be trusted.
         ninja = shutil.which("ninja")

@@ -9,7 +9,7 @@
 #   3. Torch_DIR, or a TorchConfig.cmake under CMAKE_PREFIX_PATH
 #   4. torch beside an installed fused_mha Python package
 #   5. the torch that the Python interpreter would import (Python_EXECUTABLE, else python3)
-# Also sets FUSED_MHA_TORCH_VERSION. Used by the build and by the installed package.
+# Also sets FUSED_MHA_TORCH_VERSION, and FUSED_MHA_TORCH_HAS_CUDA to whether that torch runs on GPUs. Used by the build and by the installed package.
 set(FUSED_MHA_TORCH_DIR "" CACHE PATH "Folder of LibTorch or of the torch Python package; empty: search")
 
 function(_fused_mha_torch_root result)
@@ -54,6 +54,10 @@ function(_fused_mha_define_torch)
   file(STRINGS "${root}/share/cmake/Torch/TorchConfigVersion.cmake" version_line REGEX "set\\(PACKAGE_VERSION ")
   string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" version "${version_line}")
   set(FUSED_MHA_TORCH_VERSION "${version}" PARENT_SCOPE)
+  set(FUSED_MHA_TORCH_HAS_CUDA OFF PARENT_SCOPE)
+  if(EXISTS "${root}/lib/libtorch_cuda.so")
+    set(FUSED_MHA_TORCH_HAS_CUDA ON PARENT_SCOPE)
+  endif()
   # Builds of torch whose string ABI is not the compiler's default say so in this one line.
   file(STRINGS "${root}/share/cmake/Torch/TorchConfig.cmake" abi_line REGEX "_GLIBCXX_USE_CXX11_ABI=[01]")
   string(REGEX MATCH "_GLIBCXX_USE_CXX11_ABI=[01]" abi "${abi_line}")

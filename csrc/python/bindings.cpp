@@ -27,10 +27,10 @@ std::string compiler_name() {
 #endif
 }
 
-std::vector<std::string> compiled_isas() {
+std::vector<std::string> split(const char* list) {
   std::vector<std::string> names;
-  std::istringstream list(FUSED_MHA_COMPILED_ISAS);
-  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+  std::istringstream stream(list);
+  for (std::string name; std::getline(stream, name, ',');) names.push_back(name);
   return names;
 }
 
@@ -39,10 +39,13 @@ py::dict build_info() {
   info["version"] = FUSED_MHA_VERSION;
   info["torch_version"] = TORCH_VERSION;
   info["compiler"] = compiler_name();
-  info["cuda"] = false;
+  const auto cuda_architectures = split(FUSED_MHA_CUDA_ARCHITECTURES);
+  info["cuda"] = !cuda_architectures.empty();
+  info["cuda_version"] = FUSED_MHA_CUDA_VERSION;
+  info["cuda_architectures"] = cuda_architectures;
   info["build_type"] = FUSED_MHA_BUILD_TYPE;
   info["sanitizers"] = FUSED_MHA_SANITIZERS;
-  info["instruction_sets"] = compiled_isas();
+  info["instruction_sets"] = split(FUSED_MHA_COMPILED_ISAS);
   return info;
 }
 
@@ -76,6 +79,11 @@ py::dict to_dict(const fused_mha::detail::CallRecord& record) {
   call["weights_before_dropout"] = record.weights_before_dropout;
   call["gradients"] = record.gradients;
   call["has_tangent"] = record.has_tangent;
+  if (record.device.rfind("cuda", 0) == 0) {
+    call["cuda_forward_refusal"] = record.cuda_forward_refusal;
+    call["cuda_backward_refusal"] = record.cuda_backward_refusal;
+    return call;
+  }
   call["instruction_set"] = std::string(fused_mha::cpu::isa_name(cpu.isa));
   call["few_rows"] = cpu.few_rows;
   call["few_rows_limit"] = cpu.few_rows_limit;
@@ -107,8 +115,9 @@ py::list take_call_records() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Build information and instruction-set choice of fused_mha.";
   module.def("build_info", &build_info,
-             "What this build is: version, torch_version compiled against, compiler, cuda, build_type, sanitizers, "
-             "instruction_sets.");
+             "What this build is: version, torch_version compiled against, compiler, build_type, sanitizers, "
+             "instruction_sets; whether it has CUDA kernels (cuda), compiled by which nvcc (cuda_version) for which "
+             "compute capabilities (cuda_architectures), as TORCH_CUDA_ARCH_LIST writes them.");
   module.def(
       "get_cpu_isa", [] { return std::string(fused_mha::cpu::isa_name(fused_mha::cpu::active_isa())); },
       "Name of the instruction set that the CPU kernels use.");

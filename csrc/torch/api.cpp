@@ -80,6 +80,7 @@ std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArgume
 std::tuple<at::Tensor, at::Tensor> run_additive_attention(const char* op, AttentionArguments arguments,
                                                           const at::Tensor& score_weight) {
   check_given(op, arguments);
+  check_additive_device(op, arguments.query);
   return run_with_four_dimensions(op, std::move(arguments), [&](const AttentionArguments& four_dimensional) {
     check_score_weight(op, four_dimensional, score_weight);
     return call_additive_forward(four_dimensional, score_weight);

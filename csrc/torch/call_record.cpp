@@ -4,6 +4,8 @@
 #include <optional>
 #include <utility>
 
+#include "torch/checks.h"
+
 namespace fused_mha::detail {
 namespace {
 
@@ -18,6 +20,11 @@ std::optional<Notes>& notes_of_thread() {
   return notes;
 }
 
+std::string tensor_text(const OptionalTensor& tensor) {
+  if (!has_tensor(tensor)) return "";
+  return std::string(c10::getDtypeNames(tensor->scalar_type()).first) + " " + shape_text(tensor->sym_sizes());
+}
+
 }  // namespace
 
 void start_call_records() { notes_of_thread().emplace(); }
@@ -28,6 +35,29 @@ std::vector<CallRecord> take_call_records() {
 }
 
 bool is_recording_calls() { return notes_of_thread().has_value(); }
+
+CallRecord record_of(const AttentionArguments& a, const core::AttentionProblem& problem) {
+  CallRecord record;
+  record.device = a.query.device().str();
+  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
+  record.N = problem.batch;
+  record.H = problem.heads;
+  record.Hkv = problem.kv_heads;
+  record.L = problem.query_length;
+  record.S = problem.key_length;
+  record.D = problem.head_dim;
+  record.Dv = problem.value_dim;
+  record.always_visible_keys = problem.always_visible_keys;
+  record.key_padding_mask = tensor_text(a.key_padding_mask);
+  record.attn_mask = tensor_text(a.attn_mask);
+  record.is_causal = a.is_causal;
+  record.bottom_right = a.bottom_right;
+  record.sink = tensor_text(a.sink);
+  record.dropout_p = a.dropout_p;
+  record.weights_mode = a.weights_mode;
+  record.weights_before_dropout = a.weights_before_dropout;
+  return record;
+}
 
 void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent) {
   auto& notes = notes_of_thread();

@@ -16,6 +16,8 @@
 
 namespace fused_mha::detail {
 
+struct AttentionArguments;
+
 /// One call of _attention_forward or _varlen_forward. Masks and sink are "" where none was given, else dtype and shape.
 struct CallRecord {
   std::string device;
@@ -33,7 +35,10 @@ struct CallRecord {
   bool weights_before_dropout = false;
   std::array<bool, 6> gradients{};  // query, key, value, key_padding_mask, attn_mask, sink: those autograd will ask for
   bool has_tangent = false;         // a forward-mode derivative is computed beside, unfused
-  cpu::ForwardDescription cpu;
+  cpu::ForwardDescription cpu;      // of a call on the CPU
+  // Of a call on a CUDA device: why forward and backward do not run on tensor cores; "" where they do.
+  std::string cuda_forward_refusal;
+  std::string cuda_backward_refusal;
 };
 
 /// The calling thread notes its calls from now on; those noted before are forgotten.
@@ -43,6 +48,9 @@ FUSED_MHA_API void start_call_records();
 FUSED_MHA_API std::vector<CallRecord> take_call_records();
 
 bool is_recording_calls();
+
+/// All of a record that does not depend on the kernels.
+CallRecord record_of(const AttentionArguments& arguments, const core::AttentionProblem& problem);
 
 /// What autograd found about the call that this thread is about to make.
 void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent);

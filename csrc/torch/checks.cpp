@@ -7,6 +7,8 @@
 #include <sstream>
 #include <vector>
 
+#include "torch/cuda_build.h"
+
 namespace fused_mha::detail {
 namespace {
 
@@ -56,10 +58,13 @@ void check_optional_mask(const char* op, const char* name, const OptionalTensor&
   if (has_tensor(mask)) check_mask(op, name, *mask);
 }
 
+/// Meta stands for any device here: fake tensors say so inside of kernels.
 void check_device(const char* op, const at::Tensor& query) {
   const auto device = query.device();
-  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), at_argument(op, "query"), "must be on the CPU, got ",
-                              device, ". This build has no kernels for ", device.type());
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta() || (kHasCudaKernels && device.is_cuda()),
+                              at_argument(op, "query"), "must be on the CPU", kHasCudaKernels ? " or a GPU" : "",
+                              ", got ", device, ". This build has no kernels for ", device.type(),
+                              device.is_cuda() ? kNoCudaHint : "");
 }
 
 void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& query) {
@@ -372,6 +377,11 @@ void check_backward(const char* op, const AttentionArguments& a, const BackwardA
   }
 }
 
+void check_additive_device(const char* op, const at::Tensor& query) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), at_argument(op, "query"), "must be on the CPU, got ", query.device(),
+                              ". Additive scores have no CUDA kernel");
+}
+
 void check_score_weight(const char* op, const AttentionArguments& a, const at::Tensor& score_weight) {
   check_floating(op, "score_weight", score_weight);
   check_same_device(op, "score_weight", score_weight, a.query);
@@ -477,6 +487,7 @@ void check_dropout_mask(const char* op, const at::Tensor& rng_state, c10::SymInt
 void check_multi_head(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                       const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask, std::int64_t num_heads,
                       double dropout_p, bool batch_first) {
+  check_device(op, query);
   for (const auto& [name, tensor] : {std::pair("query", &query), std::pair("key", &key), std::pair("value", &value)}) {
     check_floating(op, name, *tensor);
     check_same_device(op, name, *tensor, query);

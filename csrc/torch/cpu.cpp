@@ -27,35 +27,6 @@ core::Parallel torch_threads() {
   return parallel;
 }
 
-std::string tensor_text(const OptionalTensor& tensor) {
-  if (!has_tensor(tensor)) return "";
-  return std::string(c10::getDtypeNames(tensor->scalar_type()).first) + " " + shape_text(tensor->sym_sizes());
-}
-
-CallRecord describe_call(const AttentionArguments& a, const core::AttentionProblem& problem) {
-  CallRecord record;
-  record.device = a.query.device().str();
-  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
-  record.N = problem.batch;
-  record.H = problem.heads;
-  record.Hkv = problem.kv_heads;
-  record.L = problem.query_length;
-  record.S = problem.key_length;
-  record.D = problem.head_dim;
-  record.Dv = problem.value_dim;
-  record.always_visible_keys = problem.always_visible_keys;
-  record.key_padding_mask = tensor_text(a.key_padding_mask);
-  record.attn_mask = tensor_text(a.attn_mask);
-  record.is_causal = a.is_causal;
-  record.bottom_right = a.bottom_right;
-  record.sink = tensor_text(a.sink);
-  record.dropout_p = a.dropout_p;
-  record.weights_mode = a.weights_mode;
-  record.weights_before_dropout = a.weights_before_dropout;
-  record.cpu = cpu::describe_forward(problem, kernel_weights_mode(a), torch_threads());
-  return record;
-}
-
 ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const OptionalTensor& key_padding_mask, const OptionalTensor& attn_mask,
                                     bool is_causal, double dropout_p, double scale, const OptionalTensor& rng_state,
@@ -71,7 +42,11 @@ ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& k
   check_forward("_attention_forward", arguments);
   auto result = allocate_forward(arguments);
   const auto problem = to_problem(arguments);
-  if (is_recording_calls()) note_call(describe_call(arguments, problem));
+  if (is_recording_calls()) {
+    auto record = record_of(arguments, problem);
+    record.cpu = cpu::describe_forward(problem, kernel_weights_mode(arguments), torch_threads());
+    note_call(std::move(record));
+  }
   cpu::attention_forward(problem, to_outputs(arguments, result), torch_threads());
   return result;
 }
@@ -195,12 +170,7 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, std::int64_t batch, std
   check_dropout_mask("dropout_mask", rng_state, {batch, heads, query_length, key_length}, dropout_p);
   auto keep = at::empty({batch, heads, query_length, key_length}, rng_state.options().dtype(at::kBool));
   if (keep.numel() == 0) return keep;
-  core::AttentionProblem problem;
-  problem.batch = batch;
-  problem.heads = heads;
-  problem.query_length = query_length;
-  problem.key_length = key_length;
-  problem.dropout_p = dropout_p;
+  auto problem = to_dropout_problem(keep.sizes(), dropout_p);
   problem.rng = rng_state_of(rng_state);
   cpu::dropout_mask(problem, keep.mutable_data_ptr<bool>(), torch_threads());
   return keep;

@@ -99,7 +99,17 @@ core::AttentionProblem to_problem(const AttentionArguments& a) {
   if (has_tensor(a.sink)) problem.sink = to_view<core::View>(*a.sink, kAllDims);
   problem.scale = a.scale;
   problem.dropout_p = a.dropout_p;
-  if (has_tensor(a.rng_state)) problem.rng = rng_state_of(*a.rng_state);
+  if (has_tensor(a.rng_state) && a.rng_state->is_cpu()) problem.rng = rng_state_of(*a.rng_state);
+  return problem;
+}
+
+core::AttentionProblem to_dropout_problem(at::IntArrayRef sizes, double dropout_p) {
+  core::AttentionProblem problem;
+  problem.batch = sizes[0];
+  problem.heads = sizes[1];
+  problem.query_length = sizes[2];
+  problem.key_length = sizes[3];
+  problem.dropout_p = dropout_p;
   return problem;
 }
 

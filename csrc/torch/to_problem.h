@@ -12,7 +12,11 @@ namespace fused_mha::detail {
 
 core::RngState rng_state_of(const at::Tensor& rng_state);
 
+/// The rng state is filled in where the host can read it; kernels of other devices read it where it lies.
 core::AttentionProblem to_problem(const AttentionArguments& arguments);
+
+/// Only what a dropout mask of the sizes (N, H, L, S) depends on.
+core::AttentionProblem to_dropout_problem(at::IntArrayRef sizes, double dropout_p);
 
 /// What the kernels return as weights.
 inline core::WeightsMode kernel_weights_mode(const AttentionArguments& arguments) {

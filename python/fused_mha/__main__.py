@@ -9,6 +9,7 @@ import itertools
 import os
 import platform
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.no_check:
         return 0
     failures = 0
-    for isa, failed in _check_all():
-        print(f"{'self-check ' + isa:18} {'; '.join(failed) if failed else 'passed'}")
+    for name, failed in _check_all():
+        print(f"{'self-check ' + name:18} {'; '.join(failed) if failed else 'passed'}")
         failures += len(failed)
     return 1 if failures else 0
 
@@ -50,28 +51,43 @@ def _facts() -> list[tuple[str, str]]:
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("compiler", info["compiler"]),
         ("build", f"{info['build_type'] or 'no build type'}, sanitizers: {info['sanitizers'] or 'none'}"),
-        ("CUDA kernels", "yes" if info["cuda"] else "no"),
+        ("CUDA kernels", _cuda_text(info)),
         ("instruction sets", f"{', '.join(info['instruction_sets'])} built; {', '.join(supported)} run here"),
         ("in use", f"{_C.get_cpu_isa()}" + (f" (FUSED_MHA_MAX_ISA={cap})" if cap else "")),
         ("threads", str(torch.get_num_threads())),
     ]
 
 
+def _cuda_text(info: dict[str, Any]) -> str:
+    """Which CUDA kernels are built, and what they would run on here."""
+    if not info["cuda"]:
+        return "none built (FORCE_CUDA=1 builds them)"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    built = f"for {', '.join(info['cuda_architectures'])} by nvcc {info['cuda_version']}"
+    return f"{built}; {', '.join(gpus) or 'no GPU here'}"
+
+
 def _check_all() -> list[tuple[str, list[str]]]:
-    """Each instruction set's failures."""
+    """The failures of each instruction set, and of the CUDA kernels where they can run."""
     before = _C.get_cpu_isa()
     results = []
     try:
         for isa in _C.supported_cpu_isas():
             _C.set_cpu_isa(isa)
-            cases = itertools.product(_SIZES, _DTYPES)
-            results.append((isa, [failure for sizes, dtype in cases for failure in _check(sizes, dtype)]))
+            results.append((isa, _check_on("cpu")))
     finally:
         _C.set_cpu_isa(before)
+    if _C.build_info()["cuda"] and torch.cuda.is_available():
+        results.append(("cuda", _check_on("cuda")))
     return results
 
 
-def _check(sizes: str, dtype: torch.dtype) -> list[str]:
+def _check_on(device: str) -> list[str]:
+    cases = itertools.product(_SIZES, _DTYPES)
+    return [failure for sizes, dtype in cases for failure in _check(sizes, dtype, device)]
+
+
+def _check(sizes: str, dtype: torch.dtype, device: str) -> list[str]:
     """Forward and backward against the formula in float64, with padding, a bias, causality, and an empty sample."""
     N, H, L, S, D = _SIZES[sizes]
     random = torch.Generator().manual_seed(0)
@@ -82,16 +98,16 @@ def _check(sizes: str, dtype: torch.dtype) -> list[str]:
     padding[-1] = padding[-1] | (N > 1)  # the last of several samples has no key at all
     failures = []
     for is_causal in (False, True):
-        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in given]
         exact = [tensor.double().requires_grad_() for tensor in given]
         *inputs, bias = leaves
-        found = functional.attention(*inputs, key_padding_mask=padding, attn_mask=bias, is_causal=is_causal)
+        found = functional.attention(*inputs, key_padding_mask=padding.to(device), attn_mask=bias, is_causal=is_causal)
         wanted = _by_formula(exact, padding, is_causal)
-        found_gradients = torch.autograd.grad(found, leaves, cotangent)
+        found_gradients = torch.autograd.grad(found, leaves, cotangent.to(device))
         wanted_gradients = torch.autograd.grad(wanted, exact, cotangent.double())
         names = ("output", "grad_query", "grad_key", "grad_value", "grad_attn_mask")
         for name, a, b in zip(names, (found, *found_gradients), (wanted, *wanted_gradients), strict=True):
-            error = _error_in_epsilons(a, b, dtype)
+            error = _error_in_epsilons(a.cpu(), b, dtype)
             if not error <= _EPSILONS:
                 causal = ", causal" if is_causal else ""
                 failures.append(f"{sizes}, {dtype}{causal}: {name} is off by {error:.3g} epsilons")

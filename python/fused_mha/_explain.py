@@ -96,8 +96,8 @@ def explain(target: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -
     r"""Say which way a call takes: the door, the kernel, the instruction set, what the masks leave, with reasons.
 
     The call is made, once and for real: the kernel notes what it is about to do, so the explanation cannot differ from
-    what happens. The state of the CPU's random generator is put back afterwards. Hooks run, and so does whatever else
-    the model does.
+    what happens. The states of the random generators, of the CPU and of GPUs in use, are put back afterwards. Hooks
+    run, and so does whatever else the model does.
 
     Args:
         target: a :class:`fused_mha.MultiheadAttention`, any other module or function that leads to fused attention, or
@@ -129,7 +129,8 @@ def explain(target: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -
     notes = _Notes()
     error: Exception | None = None
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
         for name, module in modules.items():
             # A hook would have a compiled model compiled again.
             if isinstance(module, MultiheadAttention) and not compiled:
@@ -201,12 +202,17 @@ def _door_choices(module: MultiheadAttention, args: tuple[Any, ...], kwargs: Map
 
 
 def _kernel_choices(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice]:
+    on_cpu = facts["device"] == "cpu"
     yield _sizes(facts)
     yield _dtype(facts)
-    yield _instruction_set(facts)
-    yield _rows(facts)
-    yield _threads(facts)
-    yield from _masks(facts)
+    yield _device(facts)
+    if on_cpu:
+        yield _instruction_set(facts)
+        yield _rows(facts)
+        yield _threads(facts)
+    else:
+        yield _tensor_cores(facts)
+    yield from _masks(facts) if on_cpu else _masks_unread(facts)
     before_dropout = "as they are before dropout" if facts["weights_before_dropout"] else ""
     yield Choice("weights", _WEIGHTS[facts["weights_mode"]], before_dropout)
     if facts["sink"]:
@@ -231,6 +237,18 @@ def _dtype(facts: Mapping[str, Any]) -> Choice:
     device = facts["device"].partition(":")[0]
     autocast = "autocast chose it; " if torch.is_autocast_enabled(device) else ""
     return Choice("dtype", facts["dtype"], autocast + sums)
+
+
+def _device(facts: Mapping[str, Any]) -> Choice:
+    architectures = ", ".join(_C.build_info()["cuda_architectures"])
+    return Choice("device", facts["device"], f"CUDA kernels for {architectures} are built" if architectures else "")
+
+
+def _tensor_cores(facts: Mapping[str, Any]) -> Choice:
+    forward, backward = facts["cuda_forward_refusal"], facts["cuda_backward_refusal"]
+    if forward:
+        return Choice("kernel", "multiply-adds", forward)
+    return Choice("kernel", "tensor cores", f"but not backward: {backward}" if backward else "")
 
 
 def _instruction_set(facts: Mapping[str, Any]) -> Choice:
@@ -263,6 +281,22 @@ def _threads(facts: Mapping[str, Any]) -> Choice:
     return Choice("threads", choice, f"no more than {facts['work_items']} work items")
 
 
+def _causal_text(facts: Mapping[str, Any]) -> str:
+    return "is_causal from the bottom right" if facts["bottom_right"] else "is_causal"
+
+
+def _masks_unread(facts: Mapping[str, Any]) -> Iterator[Choice]:
+    """Masks that lie on a device: reading them here would wait for it."""
+    if facts["key_padding_mask"]:
+        yield Choice("key_padding_mask", facts["key_padding_mask"], "read on the device")
+    if facts["attn_mask"] or facts["is_causal"]:
+        masks = [facts["attn_mask"]] if facts["attn_mask"] else []
+        masks += [_causal_text(facts)] if facts["is_causal"] else []
+        yield Choice("attn_mask", " and ".join(masks), "hidden tiles are skipped on the device")
+    elif not facts["key_padding_mask"]:
+        yield Choice("masks", "none")
+
+
 def _masks(facts: Mapping[str, Any]) -> Iterator[Choice]:
     if facts["key_padding_mask"]:
         kept = f"{facts['kept_keys']} of {facts['all_keys']} keys kept"
@@ -273,7 +307,7 @@ def _masks(facts: Mapping[str, Any]) -> Iterator[Choice]:
         choice = "{} tiles skipped, {} free of masks, {} masked by element".format(*counts)
         masks = [facts["attn_mask"]] if facts["attn_mask"] else []
         if facts["is_causal"]:
-            masks.append("is_causal from the bottom right" if facts["bottom_right"] else "is_causal")
+            masks.append(_causal_text(facts))
         tile = f"tiles of {facts['tile_rows']} x {facts['tile_keys']}"
         yield Choice("attn_mask", choice, f"{' and '.join(masks)}; {tile}")
     elif not facts["key_padding_mask"]:
@@ -285,7 +319,7 @@ def _derivatives(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice]:
     if compiled:
         yield Choice("backward", "not known here", "torch.compile made the derivative a graph of its own")
     elif wanted:
-        splits = facts["backward_key_splits"]
+        splits = facts.get("backward_key_splits", 1)
         parts = f"; keys in {splits} parts" if splits > 1 else ""
         yield Choice("backward", "fused", f"for {', '.join(wanted)}; weights are computed again tile by tile{parts}")
     else:

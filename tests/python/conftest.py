@@ -21,8 +21,7 @@ hypothesis.settings.load_profile("fused_mha")
 
 
 def _devices() -> list[str]:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("fused_mha::_attention_forward", "CUDA")
-    return ["cpu", "cuda"] if torch.cuda.is_available() and has_kernel else ["cpu"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() and _C.build_info()["cuda"] else ["cpu"]
 
 
 @pytest.fixture(params=_devices())
