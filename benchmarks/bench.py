@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The side-by-side benchmark: this library, and what else computes the same attention on a CPU.
+"""The side-by-side benchmark: this library, and what else computes the same attention on a CPU or a GPU.
 
     python benchmarks/bench.py                     # some minutes: table, build/bench.json, build/bench.png
     python benchmarks/bench.py --quick             # under a minute: fewer cases and rivals
     python benchmarks/bench.py --full              # also FlexAttention, longer timing, and training at L = S = 32768
     python benchmarks/bench.py --only padding      # the cases whose name contains this, or matches it as a pattern
+    python benchmarks/bench.py --device cuda       # other cases, on the GPU that is current
 
 Sides are timed in turn, A B A B; a time is the lower quartile of its samples. The peak that a case is held to is
-measured between the same samples, by a loop that works in registers alone. "rival" is the quickest of the others,
-"ratio" its time over ours. Only visible scores count as work. "extra" is the memory that one call needs on top, results
-included. "error" is the largest deviation from float64 on the first head, ours / SDPA's.
+measured between the same samples, by a loop that works in registers alone; on a GPU there is none. "rival" is the
+quickest of the others, "ratio" its time over ours. Only visible scores count as work. "extra" is the memory that one
+call needs on top, results included. "error" is the largest deviation from float64 on the first head, ours / SDPA's.
 """
 
 import argparse
@@ -61,6 +62,7 @@ class Settings:
     full: bool
     isa: str
     has_peak: bool
+    device: str = "cpu"
 
     @property
     def native_bfloat16(self) -> bool:
@@ -79,7 +81,22 @@ class Settings:
         return torch.float64 if case.dtype == torch.float64 else torch.float32
 
 
+def describe_gpu() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_properties()
+    return {
+        "processor": gpu.name,
+        "cores": gpu.multi_processor_count,
+        "threads": 0,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        "fused_mha": fused_mha.__version__,
+        "instruction_set": f"sm_{gpu.major}{gpu.minor}",
+        "peak_gflops": {},
+    }
+
+
 def describe_machine(settings: Settings) -> dict[str, Any]:
+    if settings.device != "cpu":
+        return describe_gpu()
     dtypes = [dtype for dtype in peak.KINDS if settings.has_peak and peak.instructions(dtype)]
     return {
         "processor": cpu_field("model name") or platform.machine(),
@@ -115,7 +132,7 @@ def _own_calls(case: Case, ours: rivals.Call, settings: Settings) -> dict[str, r
     for metric in {goal.metric for goal in case.goal}:
         if metric in case_table.SIMPLER:
             simpler = case.simpler(metric)
-            calls[metric] = rivals.ours(simpler, case_table.make_inputs(simpler))
+            calls[metric] = rivals.ours(simpler, case_table.make_inputs(simpler, settings.device))
         elif metric == "one thread" and settings.threads > 1:
             calls[metric] = timing.with_threads(ours, 1)
     return calls
@@ -136,7 +153,7 @@ def _metrics(case: Case, times: dict[str, Summary], flops: float) -> dict[str, f
         values["peak"] = flops / ours.lower / times["peak"].upper
     if "bandwidth" in times:
         values["bandwidth"] = case.key_bytes() / ours.lower / times["bandwidth"].upper
-    if best := _best(times, rivals.SDPA):
+    if best := _best(times, rivals.SDPA_ON_GPU):
         values["sdpa"] = timing.ratio(times[best], ours)
     if "stock" in times:
         values["stock"] = timing.ratio(times["stock"], ours)
@@ -183,14 +200,15 @@ def _errors(case: Case, inputs: Inputs, calls: dict[str, rivals.Call]) -> dict[s
 
 
 def measure(case: Case, settings: Settings) -> dict[str, Any]:
-    inputs = case_table.make_inputs(case)
+    inputs = case_table.make_inputs(case, settings.device)
     ours = rivals.ours(case, inputs)
-    others, skipped = rivals.build(case, inputs, rivals.chosen(case, quick=settings.quick, full=settings.full))
+    builders = rivals.chosen(case, quick=settings.quick, full=settings.full, device=settings.device)
+    others, skipped = rivals.build(case, inputs, builders)
     calls = {"ours": ours, **others}
     errors = _errors(case, inputs, calls)
-    times = timing.interleave(
-        calls | _own_calls(case, ours, settings), _probes(case, settings), seconds=settings.seconds
-    )
+    sides = calls | _own_calls(case, ours, settings)
+    times = timing.interleave(sides, _probes(case, settings), device=settings.device, seconds=settings.seconds)
+    extra_peak = memory.extra_peak if settings.device == "cpu" else memory.extra_device_peak
     flops = case_table.flops(case)
     values = _metrics(case, times, flops)
     best = _best(times, others)
@@ -210,8 +228,8 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
         "ratio": timing.ratio(times[best], times["ours"]) if best else None,
         "metrics": values,
         "goals": _judge(case.goals(settings.native_bfloat16), values),
-        "extra_bytes": memory.extra_peak(ours),
-        "rival_extra_bytes": memory.extra_peak(others[best]) if best else None,
+        "extra_bytes": extra_peak(ours),
+        "rival_extra_bytes": extra_peak(others[best]) if best else None,
         "errors": errors,
     }
 
@@ -257,13 +275,16 @@ def table_row(row: dict[str, Any]) -> str:
 
 
 def sdpa_with_error(errors: dict[str, float]) -> str:
-    return next((name for name in rivals.SDPA if name in errors), "")
+    return next((name for name in rivals.SDPA_ON_GPU if name in errors), "")
 
 
 def machine_lines(machine: dict[str, Any], date: str) -> str:
     peaks = ", ".join(f"{name} {value:.0f}" for name, value in machine["peak_gflops"].items())
+    units = f"{machine['cores']} cores, {machine['threads']} threads"
+    if not machine["threads"]:
+        units = f"{machine['cores']} multiprocessors"
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads; torch {machine['torch']}, "
+        f"{machine['processor']}, {units}; torch {machine['torch']}, "
         f"fused_mha {machine['fused_mha']}, instruction set {machine['instruction_set']}; {date}",
         f"peak GFLOP/s: {peaks or 'not measured'}",
     ]
@@ -308,16 +329,28 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=min(2, os.cpu_count() or 1), help="default 2, which the goals are for"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=BUILD / "bench.json", metavar="FILE")
     parser.add_argument("--plot", type=Path, default=BUILD / "bench.png", metavar="FILE")
     return parser.parse_args()
 
 
 def _settings(options: argparse.Namespace) -> Settings:
+    common = (options.threads, options.quick, options.full, _C.get_cpu_isa())
+    if options.device != "cpu":
+        return Settings(*common, has_peak=False, device=options.device)
     reason = peak.why_unavailable()
     if reason:
         print(reason, file=sys.stderr)
-    return Settings(options.threads, options.quick, options.full, _C.get_cpu_isa(), has_peak=not reason)
+    return Settings(*common, has_peak=not reason)
+
+
+def _why_not_on(device: str) -> str:
+    if device == "cpu":
+        return ""
+    if not _C.build_info()["cuda"]:
+        return "this build of fused_mha has no CUDA kernels (FORCE_CUDA=1 builds them)"
+    return "" if torch.cuda.is_available() else "torch finds no GPU"
 
 
 def _write_plot(report: dict[str, Any], path: Path) -> None:
@@ -333,7 +366,10 @@ def _write_plot(report: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     options = _parse()
-    selected = case_table.select(options.only, options.quick)
+    if reason := _why_not_on(options.device):
+        print(reason, file=sys.stderr)
+        return 2
+    selected = case_table.select(options.only, options.quick, options.device)
     if not selected:
         print(f"no case matches {options.only!r}", file=sys.stderr)
         return 2
@@ -350,14 +386,15 @@ def main() -> int:
     for line in skipped_lines(report["rows"]):
         print(line)
     judged = [goal for row in report["rows"] for goal in row["goals"]]
-    if options.full:
+    if options.full and options.device == "cpu":
         report["long"] = measure_long(settings)
         judged += report["long"]["goals"]
         print(long_line(report["long"]))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {options.json}")
-    _write_plot(report, options.plot)
+    if options.device == "cpu":
+        _write_plot(report, options.plot)
     print(summary_line(judged, time.perf_counter() - begin))
     return 0
 

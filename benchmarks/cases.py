@@ -117,21 +117,18 @@ def padding_mask(kind: str, kept: float, N: int, S: int, generator: torch.Genera
     return hidden.expand(N, S).contiguous()
 
 
-def _attn_mask(case: Case, generator: torch.Generator) -> Tensor | None:
+def _attn_mask(case: Case, generator: torch.Generator) -> Tensor:
     if case.mask == "causal bool":
         return torch.ones(case.L, case.S, dtype=torch.bool).triu(1)
-    if case.mask == "float":
-        return torch.randn(case.L, case.S, generator=generator)
-    if case.mask == "bias":
-        return torch.randn(1, case.H, case.L, case.S, generator=generator).requires_grad_(case.has_backward)
-    return None
+    shape = (1, case.H, case.L, case.S) if case.mask == "bias" else (case.L, case.S)
+    return torch.randn(shape, generator=generator)
 
 
-def make_inputs(case: Case) -> Inputs:
+def make_inputs(case: Case, device: str = "cpu") -> Inputs:
     generator = torch.Generator().manual_seed(SEED)
 
     def tensor(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype)
+        return torch.randn(*shape, generator=generator).to(device, case.dtype)
 
     if case.module:
         E = case.H * case.D
@@ -145,8 +142,12 @@ def make_inputs(case: Case) -> Inputs:
         grad_output = tensor(case.N, case.H, case.L, case.Dv)
     for leaf in (query, key, value):
         leaf.requires_grad_(case.has_backward)
-    padding = padding_mask(case.padding, case.kept, case.N, case.S, generator) if case.padding else None
-    return Inputs(query, key, value, grad_output, padding, _attn_mask(case, generator), case.mask == "causal")
+    padding = mask = None
+    if case.padding:
+        padding = padding_mask(case.padding, case.kept, case.N, case.S, generator).to(device)
+    if case.mask not in ("", "causal"):
+        mask = _attn_mask(case, generator).to(device).requires_grad_(case.mask == "bias" and case.has_backward)
+    return Inputs(query, key, value, grad_output, padding, mask, case.mask == "causal")
 
 
 def hidden_mask(inputs: Inputs, L: int, S: int) -> Tensor | None:
@@ -155,7 +156,7 @@ def hidden_mask(inputs: Inputs, L: int, S: int) -> Tensor | None:
     if inputs.key_padding_mask is not None:
         parts.append(inputs.key_padding_mask[:, None, None, :])
     if inputs.is_causal:
-        parts.append(torch.ones(L, S, dtype=torch.bool).triu(1))
+        parts.append(torch.ones(L, S, dtype=torch.bool, device=inputs.query.device).triu(1))
     if inputs.attn_mask is not None and inputs.attn_mask.dtype == torch.bool:
         parts.append(inputs.attn_mask)
     hidden = None
@@ -359,15 +360,53 @@ CASES: list[Case] = [
     *_causal(),
     *_modules(),
 ]
+
+
+def _on_a_gpu() -> list[Case]:
+    """Sizes that fill a GPU, 16384 queries in each batch; the rivals set no goals here."""
+    cases = []
+    for D, H in ((64, 32), (128, 16)):
+        for L in (512, 2048, 8192):
+            sizes = {"N": 16384 // L, "H": H, "L": L, "S": L, "D": D, "Dv": D, "dtype": torch.bfloat16}
+            for passes, name in (("forward", "forward"), ("both", "forward+backward")):
+                cases.append(Case(f"{name} bfloat16 L={L} D={D}", **sizes, passes=passes, quick=L == 2048))
+                cases.append(Case(f"{name} bfloat16 L={L} D={D} causal", **sizes, passes=passes, mask="causal"))
+    sizes = {"N": 8, "H": 16, "L": 2048, "S": 2048, "D": 128, "Dv": 128, "dtype": torch.bfloat16}
+    both = {"passes": "both", **sizes}
+    one_query = {**sizes, "N": 32, "Hkv": 4, "L": 1, "S": 16384}
+    return [
+        *cases,
+        Case("forward float16 L=2048 D=128", **{**sizes, "dtype": torch.float16}),
+        Case("forward float32 L=2048 D=64", 8, 16, 2048, 2048),
+        Case("forward bfloat16 L=2048 D=256", **{**sizes, "D": 256, "Dv": 256}),
+        Case("forward right padding, kept=0.5", padding="right", kept=0.5, **sizes, quick=True),
+        Case("forward+backward right padding, kept=0.5", padding="right", kept=0.5, **both, quick=True),
+        Case("forward+backward scattered padding, kept=0.5", padding="scattered", kept=0.5, **both),
+        Case("forward causal bool (L,S)", mask="causal bool", **sizes),
+        Case(
+            "forward+backward causal bool (L,S), right padding", mask="causal bool", padding="right", kept=0.5, **both
+        ),
+        Case("forward+backward dropout=0.1", dropout=0.1, **both, quick=True),
+        Case("forward+backward dropout=0.1, right padding", dropout=0.1, padding="right", kept=0.5, **both),
+        Case("forward float mask (L,S)", mask="float", **sizes),
+        Case("forward+backward bias (1,H,L,S)", mask="bias", **both, quick=True),
+        Case("forward averaged weights", weights=True, **sizes),
+        Case("one query, S=16384, Hkv=4", **one_query),
+        Case("module training, dropout=0.1, half padded", module=True, dropout=0.1, padding="right", kept=0.5, **both),
+        Case("module eval, half padded", module=True, padding="right", kept=0.5, **sizes),
+    ]
+
+
+GPU_CASES: list[Case] = _on_a_gpu()
 #: Trains once, in a process of its own: L = S, both masks.
 LONG = {"length": 32768, "heads": 8, "head_dim": 64}
 LONG_GOAL = Goal("extra", "<=", 2.0)
 
 
-def select(pattern: str = "*", quick: bool = False) -> list[Case]:
-    """The cases whose name contains `pattern` or matches it as a shell pattern does."""
+def select(pattern: str = "*", quick: bool = False, device: str = "cpu") -> list[Case]:
+    """The cases for the device whose name contains `pattern` or matches it as a shell pattern does."""
     return [
         case
-        for case in CASES
+        for case in (CASES if device == "cpu" else GPU_CASES)
         if (case.quick or not quick) and (pattern in case.name or fnmatch.fnmatchcase(case.name, pattern))
     ]

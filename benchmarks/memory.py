@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Peak memory of a call, as the operating system counts it: scratch memory of every library included.
+"""Peak memory of a call: on a CPU as the operating system counts it, scratch memory of every library included.
 
 Run as a program, it trains once on long sequences in a process of its own and prints the extra peak as JSON:
 
@@ -51,6 +51,20 @@ def extra_peak(call: Callable[[], object]) -> int | None:
         return None
     del result
     return max(0, peak - before)
+
+
+def extra_device_peak(call: Callable[[], object]) -> int:
+    """The same on a GPU, as PyTorch's allocator counts it."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del result
+    return peak - before
 
 
 def measure_training(length: int, heads: int, head_dim: int, threads: int) -> dict[str, float]:

@@ -146,28 +146,29 @@ def _module(kind: type[nn.MultiheadAttention], configuration: Configuration) -> 
     return module.train(configuration.training)
 
 
-def _tensors(configuration: Configuration, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _tensors(configuration: Configuration, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
     """The query, and what key and value both are: the query itself in self-attention."""
 
     def tensor(length: int) -> Tensor:
         shape = (configuration.N, length) if configuration.batch_first else (length, configuration.N)
         data = torch.randn(*shape, configuration.H * configuration.D, generator=generator)
-        return data.to(getattr(torch, configuration.dtype)).requires_grad_(configuration.grad)
+        return data.to(device, getattr(torch, configuration.dtype)).requires_grad_(configuration.grad)
 
     query = tensor(configuration.L)
     return query, query if configuration.self_attention else tensor(configuration.S)
 
 
-def _call(module: nn.MultiheadAttention, configuration: Configuration) -> Callable[[], object]:
+def _call(module: nn.MultiheadAttention, configuration: Configuration, device: str) -> Callable[[], object]:
     generator = torch.Generator().manual_seed(configuration.index)
-    query, key = _tensors(configuration, generator)
+    module = module.to(device)
+    query, key = _tensors(configuration, generator, device)
     arguments: dict[str, Any] = {
         "need_weights": configuration.need_weights,
         "average_attn_weights": configuration.average_attn_weights,
-        **_masks(configuration, generator),
+        **{name: mask.to(device) for name, mask in _masks(configuration, generator).items()},
     }
     leaves = [query] if query is key else [query, key]
-    grad_output = torch.randn(query.shape, generator=generator).to(query.dtype)
+    grad_output = torch.randn(query.shape, generator=generator).to(device, query.dtype)
 
     def infer() -> object:
         with torch.inference_mode():
@@ -198,21 +199,24 @@ def _without_fast_path(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def ratio(configuration: Configuration, seconds: float) -> float:
+def ratio(configuration: Configuration, device: str, seconds: float) -> float:
     """Time of the best of stock over ours."""
-    stock = _call(_module(nn.MultiheadAttention, configuration), configuration)
-    calls = {"ours": _call(_module(fused_mha.MultiheadAttention, configuration), configuration), "stock": stock}
+    ours, stock = (
+        _call(_module(kind, configuration), configuration, device)
+        for kind in (fused_mha.MultiheadAttention, nn.MultiheadAttention)
+    )
+    calls = {"ours": ours, "stock": stock}
     if not configuration.grad:
         calls["stock, no fast path"] = _without_fast_path(stock)
-    times = timing.interleave(calls, seconds=seconds, least_rounds=5)
+    times = timing.interleave(calls, device=device, seconds=seconds, least_rounds=5)
     best = min((times[name] for name in calls if name != "ours"), key=lambda summary: summary.lower)
     return timing.ratio(best, times["ours"])
 
 
 def _measure(configuration: Configuration, options: argparse.Namespace) -> float:
-    value = ratio(configuration, options.seconds)
+    value = ratio(configuration, options.device, options.seconds)
     if value < 1:
-        value = ratio(configuration, 5 * options.seconds)
+        value = ratio(configuration, options.device, 5 * options.seconds)
     return value
 
 
@@ -222,6 +226,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="index of the first configuration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=0.3, help="timing of one configuration, both sides")
     parser.add_argument("--tolerance", type=float, default=0.02, help="shortfall taken for noise; default 0.02")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sides of a case: this library, and what else computes the same on a CPU.
+"""The sides of a case: this library, and what else computes the same on the device of its inputs.
 
 Each function takes a case and its inputs and returns a callable for the whole of the case's work, or raises Unsupported
 with the reason. Merging masks into the one that a rival takes, and exporting a model, happens here and is not timed:
@@ -49,7 +49,7 @@ def _with_backward(case: Case, forward: Callable[[], Tensor], leaves: list[Tenso
 
 def ours(case: Case, inputs: Inputs) -> Call:
     if case.module:
-        return _module_call(case, inputs, _module(fused_mha.MultiheadAttention, case), need_weights=True)
+        return _module_call(case, inputs, _module(fused_mha.MultiheadAttention, case, inputs), need_weights=True)
     operator = torch.ops.fused_mha.attention_with_weights if case.weights else torch.ops.fused_mha.attention
 
     def forward() -> Tensor:
@@ -118,6 +118,14 @@ def sdpa_flash(case: Case, inputs: Inputs) -> Call:
     return _sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
+def sdpa_efficient(case: Case, inputs: Inputs) -> Call:
+    return _sdpa(case, inputs, SDPBackend.EFFICIENT_ATTENTION)
+
+
+def sdpa_cudnn(case: Case, inputs: Inputs) -> Call:
+    return _sdpa(case, inputs, SDPBackend.CUDNN_ATTENTION)
+
+
 def sdpa_math(case: Case, inputs: Inputs) -> Call:
     if not case.weights:
         return _sdpa(case, inputs, SDPBackend.MATH)
@@ -143,10 +151,10 @@ def _math_with_weights(case: Case, inputs: Inputs) -> Call:
 # ---------------------------------------------------------------------------------------------------------- modules
 
 
-def _module(kind: type[nn.MultiheadAttention], case: Case) -> nn.MultiheadAttention:
+def _module(kind: type[nn.MultiheadAttention], case: Case, inputs: Inputs) -> nn.MultiheadAttention:
     torch.manual_seed(0)
     module = kind(case.H * case.D, case.H, dropout=case.dropout, batch_first=True, dtype=case.dtype)
-    return module.train(case.has_backward)
+    return module.to(inputs.query.device).train(case.has_backward)
 
 
 def _module_call(case: Case, inputs: Inputs, module: nn.MultiheadAttention, need_weights: bool) -> Call:
@@ -167,7 +175,7 @@ def _module_call(case: Case, inputs: Inputs, module: nn.MultiheadAttention, need
 def _stock(case: Case, inputs: Inputs, need_weights: bool) -> Call:
     if not case.module:
         raise UnsupportedError("is a module")
-    return _module_call(case, inputs, _module(nn.MultiheadAttention, case), need_weights)
+    return _module_call(case, inputs, _module(nn.MultiheadAttention, case, inputs), need_weights)
 
 
 def stock(case: Case, inputs: Inputs) -> Call:
@@ -183,8 +191,12 @@ def stock_without_weights(case: Case, inputs: Inputs) -> Call:
 
 
 def flex(case: Case, inputs: Inputs) -> Call:
-    if case.module or case.weights or case.has_backward or case.dropout:
-        raise UnsupportedError("on a CPU: forward only, no dropout, no weights")
+    if case.module or case.weights or case.dropout:
+        raise UnsupportedError("no dropout, no weights")
+    if case.has_backward and inputs.query.device.type == "cpu":
+        raise UnsupportedError("on a CPU: forward only")
+    if case.has_backward and case.mask == "bias":
+        raise UnsupportedError("a mask that score_mod captures gets no gradient here")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     padding, mask = inputs.key_padding_mask, inputs.attn_mask
@@ -201,7 +213,7 @@ def flex(case: Case, inputs: Inputs) -> Call:
             return seen
 
         N = case.N if padding is not None else None
-        block_mask = create_block_mask(visible, N, None, case.L, case.S, device="cpu")
+        block_mask = create_block_mask(visible, N, None, case.L, case.S, device=inputs.query.device)
     if mask is not None and bool_mask is None:
         added = mask.expand(1, case.H, case.L, case.S)[0]
 
@@ -221,7 +233,7 @@ def flex(case: Case, inputs: Inputs) -> Call:
             block_mask=block_mask,
             enable_gqa=case.key_heads != case.H,
         ),
-        [],
+        inputs.leaves(),
         inputs.grad_output,
     )
 
@@ -288,17 +300,20 @@ def openvino(case: Case, inputs: Inputs) -> Call:
 
 #: Sides of torch that a case's ratio may be taken to; the quickest counts.
 SDPA: dict[str, Builder] = {"sdpa": sdpa, "sdpa flash": sdpa_flash, "sdpa math": sdpa_math}
+SDPA_ON_GPU: dict[str, Builder] = {**SDPA, "sdpa efficient": sdpa_efficient, "sdpa cudnn": sdpa_cudnn}
 STOCK: dict[str, Builder] = {"stock": stock, "stock, no weights": stock_without_weights}
 OTHERS: dict[str, Builder] = {"onnx runtime": onnx_runtime, "openvino": openvino}
 SLOW_TO_BUILD: dict[str, Builder] = {"flex": flex}
 
 
-def chosen(case: Case, *, quick: bool, full: bool) -> dict[str, Builder]:
+def chosen(case: Case, *, quick: bool, full: bool, device: str) -> dict[str, Builder]:
     """The rivals of a case. A quick run leaves out what repeats or is slow to build; a full one adds FlexAttention."""
     if case.module:
         return {"stock": stock} if quick else STOCK
     if quick:
         return {"sdpa math": sdpa_math} if case.weights else {"sdpa": sdpa}
+    if device != "cpu":
+        return SDPA_ON_GPU | (SLOW_TO_BUILD if full else {})
     return SDPA | OTHERS | (SLOW_TO_BUILD if full else {})
 
 

@@ -54,17 +54,25 @@ def with_threads(call: Callable[[], object], count: int) -> Callable[[], object]
     return run
 
 
-def _seconds(call: Callable[[], object], calls: int) -> float:
+def finish(device: str) -> None:
+    """Wait for what the calls have started; a CPU's are done when they return."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _seconds(call: Callable[[], object], calls: int, device: str) -> float:
+    finish(device)
     begin = time.perf_counter()
     for _ in range(calls):
         call()
+    finish(device)
     return (time.perf_counter() - begin) / calls
 
 
-def _warm_up(call: Callable[[], object]) -> int:
+def _warm_up(call: Callable[[], object], device: str) -> int:
     """Call until the time settles; return the calls that one sample takes."""
     call()
-    seconds = _seconds(call, 1)
+    seconds = _seconds(call, 1, device)
     return max(1, math.ceil(SHORTEST_SAMPLE / max(seconds, 1e-7)))
 
 
@@ -84,6 +92,7 @@ def interleave(
     calls: Mapping[str, Callable[[], object]],
     probes: Mapping[str, Callable[[], float]] | None = None,
     *,
+    device: str = "cpu",
     seconds: float = 1.0,
     least_rounds: int = 3,
     most_rounds: int = 200,
@@ -94,7 +103,7 @@ def interleave(
     the whole budget; `least_rounds` are run all the same.
     """
     probes = probes or {}
-    calls_a_sample = {name: _warm_up(call) for name, call in calls.items()}
+    calls_a_sample = {name: _warm_up(call, device) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in (*calls, *probes)}
     begin = time.perf_counter()
     with _no_garbage_collection():
@@ -102,7 +111,7 @@ def interleave(
             if done >= least_rounds and time.perf_counter() - begin > seconds:
                 break
             for name, call in calls.items():
-                samples[name].append(_seconds(call, calls_a_sample[name]))
+                samples[name].append(_seconds(call, calls_a_sample[name], device))
             for name, probe in probes.items():
                 samples[name].append(probe())
     return {name: Summary.of(values) for name, values in samples.items()}
