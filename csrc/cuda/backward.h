@@ -33,10 +33,11 @@ struct BackwardCall {
 };
 
 /// The gradient of the output as a matrix; without one, a matrix of zeros.
+template <typename Tiles>
 __device__ inline Matrix grad_output_of(const BackwardCall& backward, int n, int h) {
   const Sizes& sizes = backward.call.sizes;
-  if (!backward.inputs.grad_output) return matrix_of(backward.call.problem.query, n, h, 0, sizes.value_dim);
-  return matrix_of(backward.inputs.grad_output, n, h, sizes.queries, sizes.value_dim);
+  if (!backward.inputs.grad_output) return matrix_of<Tiles>(backward.call.problem.query, n, h, 0, sizes.value_dim);
+  return matrix_of<Tiles>(backward.inputs.grad_output, n, h, sizes.queries, sizes.value_dim);
 }
 
 /// Stages what returned weights pass down to kStageRows of the warp's rows.
@@ -84,10 +85,10 @@ __device__ __forceinline__ void differentiate(const BackwardCall& backward, cons
                                               typename Tiles::Sum* stages, const StatisticsOf& statistics_of) {
   using Sum = typename Tiles::Sum;
   const Call& call = backward.call;
-  const bool drops = has_dropout<Tiles>(call);
+  const bool drops = call.has_dropout;
   const bool drops_first = drops && backward.inputs.weights_before_dropout;
   if (drops_first) drop<Tiles>(keep, factors, grads);
-  if (!Tiles::kPlain && backward.inputs.grad_weights) {
+  if (backward.inputs.grad_weights) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
 #pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void differentiate(const BackwardCall& backward, cons
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const RowStatistics<Sum> row = statistics_of(slot, c);
       const Sum weight =
-          unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), row.reference) * row.reciprocal;
+          unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference) * row.reciprocal;
       scores.at(slot, c) = weight;
       grads.at(slot, c) = weight * (grads.at(slot, c) - row.delta);
     }
@@ -146,11 +147,12 @@ __device__ __forceinline__ bool differentiate_keys(const BackwardCall& backward,
   Tiles tiles(memory + Memory::kScratch);
   auto* statistics = reinterpret_cast<RowStatistics<Sum>*>(memory + Memory::kStatistics);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
-  typename Tiles::RowTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile keys(matrix_of<Tiles>(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                memory + Memory::kFirstOwn);
-  typename Tiles::RowTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
-                                 memory + Memory::kSecondOwn);
+  typename Tiles::RowTile values(
+      matrix_of<Tiles>(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
+      memory + Memory::kSecondOwn);
   keys.request(place.key_begin);
   values.request(place.key_begin);
 
@@ -162,9 +164,10 @@ __device__ __forceinline__ bool differentiate_keys(const BackwardCall& backward,
   for (int i = 0; i < call.sizes.group; ++i) {
     place.h = kv_head * call.sizes.group + i;
     typename Tiles::ColumnTile queries(
-        matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+        matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
         memory + Memory::kFirstPassing);
-    typename Tiles::ColumnTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondPassing);
+    typename Tiles::ColumnTile grads(grad_output_of<Tiles>(backward, place.n, place.h),
+                                     memory + Memory::kSecondPassing);
     const auto request = [&](const TileStep& step, int stage) {
       if (!step.exists()) return;
       const int first = step.index * Tiles::kColumns;
@@ -196,12 +199,14 @@ __device__ __forceinline__ bool differentiate_keys(const BackwardCall& backward,
       tiles.multiply(weights, keys, queries, stage);
       mask_scores<Tiles, true>(call, factors, place, step.kind, weights, visible, tiles.stages());
       tiles.multiply(score_grads, values, grads, stage);
-      if (has_dropout<Tiles>(call)) Tiles::keep_keys_in_rows(call, dropout, place, keep);
+      if (call.has_dropout) Tiles::keep_keys_in_rows(call, dropout, place, keep);
       differentiate<Tiles, true>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
                                  tiles.stages(),
                                  [&](int, int c) { return statistics[stage * Tiles::kColumns + Tiles::column(c)]; });
-      tiles.accumulate(value_grad, weights, visible, look, grads, stage, part);
-      tiles.accumulate(key_grad, score_grads, visible, look, queries, stage, part);
+      typename Tiles::Operand for_values = Tiles::operand_of(weights);
+      typename Tiles::Operand for_keys = Tiles::operand_of(score_grads);
+      tiles.accumulate(value_grad, for_values, visible, look, grads, stage, part);
+      tiles.accumulate(key_grad, for_keys, visible, look, queries, stage, part);
       stage = 1 - stage;
       step = next;
     }
@@ -219,7 +224,8 @@ __device__ __forceinline__ bool differentiate_keys(const BackwardCall& backward,
 }
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads) backward_keys_kernel(const __grid_constant__ BackwardCall backward) {
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    backward_keys_kernel(const __grid_constant__ BackwardCall backward) {
   BlockIndex block;
   const int part = block.take(backward.parts);
   TilePlace place;
@@ -245,14 +251,16 @@ __device__ __forceinline__ bool differentiate_queries(const BackwardCall& backwa
   const int kv_head = place.h / call.sizes.group;
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
-                                  memory + Memory::kFirstOwn);
-  typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kSecondOwn);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile queries(
+      matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+      memory + Memory::kFirstOwn);
+  typename Tiles::RowTile grads(grad_output_of<Tiles>(backward, place.n, place.h), memory + Memory::kSecondOwn);
+  typename Tiles::ColumnTile keys(matrix_of<Tiles>(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kFirstPassing);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
-                                    memory + Memory::kSecondPassing);
+  typename Tiles::ColumnTile values(
+      matrix_of<Tiles>(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
+      memory + Memory::kSecondPassing);
   queries.request(place.query_begin);
   grads.request(place.query_begin);
   RowStatistics<Sum> rows[Tiles::kRowSlots];
@@ -291,10 +299,11 @@ __device__ __forceinline__ bool differentiate_queries(const BackwardCall& backwa
     tiles.multiply(weights, queries, keys, stage);
     mask_scores<Tiles, false>(call, factors, place, step.kind, weights, visible, tiles.stages());
     tiles.multiply(score_grads, grads, values, stage);
-    if (has_dropout<Tiles>(call)) dropout_group.keep(call, dropout, place, keep);
+    if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
     differentiate<Tiles, false>(backward, factors, place, step.kind, visible, keep, weights, score_grads,
                                 tiles.stages(), [&](int slot, int) { return rows[slot]; });
-    tiles.accumulate(query_grad, score_grads, visible, look, keys, stage, part);
+    typename Tiles::Operand for_queries = Tiles::operand_of(score_grads);
+    tiles.accumulate(query_grad, for_queries, visible, look, keys, stage, part);
     stage = 1 - stage;
     step = next;
   }
@@ -305,7 +314,7 @@ __device__ __forceinline__ bool differentiate_queries(const BackwardCall& backwa
 }
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads)
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     backward_queries_kernel(const __grid_constant__ BackwardCall backward) {
   BlockIndex block;
   const int part = block.take(backward.parts);

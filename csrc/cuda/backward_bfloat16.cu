@@ -4,8 +4,8 @@
 namespace fused_mha::cuda {
 
 template <>
-BackwardKernels tensor_backward_kernels<bfloat16>(int dim, bool is_plain) {
-  return tensor_backward_kernels_of<bfloat16>(dim, is_plain);
+BackwardKernels tensor_backward_kernels<bfloat16>(int dim) {
+  return tensor_backward_kernels_of<bfloat16>(dim);
 }
 
 }  // namespace fused_mha::cuda

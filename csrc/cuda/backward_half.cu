@@ -4,8 +4,8 @@
 namespace fused_mha::cuda {
 
 template <>
-BackwardKernels tensor_backward_kernels<half>(int dim, bool is_plain) {
-  return tensor_backward_kernels_of<half>(dim, is_plain);
+BackwardKernels tensor_backward_kernels<half>(int dim) {
+  return tensor_backward_kernels_of<half>(dim);
 }
 
 }  // namespace fused_mha::cuda

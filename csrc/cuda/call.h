@@ -87,27 +87,12 @@ __device__ __forceinline__ const Factors<Sum>& factors_of(const Call& call) {
   }
 }
 
-// Tiles may be for plain calls alone (Tiles::kPlain): no dropout, no mask tensors, scores that need no scaling before
-// exp2. What such calls do not have is then not compiled.
-template <typename Tiles>
-__device__ __forceinline__ bool has_dropout(const Call& call) {
-  return !Tiles::kPlain && call.has_dropout;
-}
-template <typename Tiles>
-__device__ __forceinline__ bool has_bias(const Call& call) {
-  return !Tiles::kPlain && call.has_bias;
-}
-
-/// The Philox key of a call with dropout, had from device memory.
+/// The Philox key of the call, had from device memory.
 __device__ __forceinline__ core::PhiloxKey dropout_key(const Call& call) {
+  if (!call.has_dropout) return {};
   return core::dropout_key(
       {static_cast<std::uint64_t>(call.rng_numbers[0]), static_cast<std::uint64_t>(call.rng_numbers[call.rng_stride])});
 }
-template <typename Tiles>
-__device__ __forceinline__ core::PhiloxKey dropout_key_if_any(const Call& call) {
-  return has_dropout<Tiles>(call) ? dropout_key(call) : core::PhiloxKey{};
-}
-
 /// Which element of the grid of tiles a thread block works on: blockIdx.x taken apart, innermost dimension first.
 class BlockIndex {
  public:
@@ -160,8 +145,10 @@ struct Matrix {
   int columns = 0;
 };
 
+template <typename Tiles>
 __device__ __forceinline__ Matrix matrix_of(const core::View& view, int n, int h, int rows, int columns) {
-  const auto begin = static_cast<std::size_t>(view.offset(n, h, 0, 0)) * core::size_of(view.dtype);
+  const std::size_t element = Tiles::kElementBytes != 0 ? Tiles::kElementBytes : core::size_of(view.dtype);
+  const auto begin = static_cast<std::size_t>(view.offset(n, h, 0, 0)) * element;
   return {static_cast<const unsigned char*>(view.data) + begin,
           view.dtype,
           view.strides[2],
@@ -176,6 +163,8 @@ __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ float exp2_of(float x) { return exp2_fast(x); }
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float reciprocal_of(float x) { return reciprocal_fast(x); }
+__device__ __forceinline__ double reciprocal_of(double x) { return 1.0 / x; }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 

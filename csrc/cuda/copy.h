@@ -32,18 +32,8 @@ __device__ __forceinline__ bool lies_in_chunks(const Matrix& matrix) {
          reinterpret_cast<std::uintptr_t>(matrix.data) % (kChunk * sizeof(T)) == 0 && matrix.row_stride % kChunk == 0;
 }
 
-template <typename T>
-__device__ __forceinline__ std::uint32_t load_pair(const T* row, const Matrix& matrix, int column) {
-  std::uint32_t pair = 0;
-  if (column < matrix.columns) pair = row[column * matrix.column_stride].bits;
-  if (column + 1 < matrix.columns) {
-    pair |= static_cast<std::uint32_t>(row[(column + 1) * matrix.column_stride].bits) << 16;
-  }
-  return pair;
-}
-
 /// A tile (of several stages, one behind the other) and the matrix that it shows a part of.
-template <typename T, int kRows, int kDim, int kThreads, bool kInChunks>
+template <typename T, int kRows, int kDim, int kThreads>
 struct SharedTile {
   static constexpr int kElements = kRows * kDim;
   static constexpr int kChunksOfRow = kDim / kChunk;
@@ -53,10 +43,10 @@ struct SharedTile {
 
   Matrix matrix;
   T* memory;
-  bool in_chunks;  // known to be so with kInChunks
+  bool in_chunks;
 
   __device__ SharedTile(const Matrix& from, void* to)
-      : matrix(from), memory(static_cast<T*>(to)), in_chunks(kInChunks || lies_in_chunks<T>(from)) {}
+      : matrix(from), memory(static_cast<T*>(to)), in_chunks(lies_in_chunks<T>(from)) {}
 
   __device__ T* stage(int index) const { return memory + index * kElements; }
 
@@ -69,7 +59,7 @@ struct SharedTile {
     const T* begin = static_cast<const T*>(matrix.data);
     // Rows of the tile that exist, for this thread's chunk.
     const int rows = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
-    if (kInChunks || in_chunks) {
+    if (in_chunks) {
       // Rows behind the last have addresses too; nothing is read there.
       auto from = reinterpret_cast<std::uintptr_t>(
           begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk);
@@ -87,15 +77,12 @@ struct SharedTile {
     } else {
 #pragma unroll 1
       for (int row = first_row; row < kRows; row += kRowsOfStep) {
-        uint4 value = make_uint4(0, 0, 0, 0);
-        if (row < rows) {
-          const T* from = begin + static_cast<std::int64_t>(first + row) * matrix.row_stride;
-          value.x = load_pair(from, matrix, chunk * kChunk);
-          value.y = load_pair(from, matrix, chunk * kChunk + 2);
-          value.z = load_pair(from, matrix, chunk * kChunk + 4);
-          value.w = load_pair(from, matrix, chunk * kChunk + 6);
+        const T* from = begin + static_cast<std::int64_t>(first + row) * matrix.row_stride;
+        T* to = tile + chunk_offset<kDim>(row, chunk);
+#pragma unroll 1
+        for (int column = chunk * kChunk; column < (chunk + 1) * kChunk; ++column, ++to) {
+          *to = row < rows && column < matrix.columns ? from[column * matrix.column_stride] : T{0};
         }
-        *reinterpret_cast<uint4*>(tile + chunk_offset<kDim>(row, chunk)) = value;
       }
     }
   }

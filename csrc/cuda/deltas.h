@@ -101,13 +101,14 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
-  const bool drops = has_dropout<Tiles>(call) && !backward.inputs.weights_before_dropout;
+  const core::PhiloxKey dropout = dropout_key(call);
+  const bool drops = call.has_dropout && !backward.inputs.weights_before_dropout;
   const Sum dropout_scale = drops ? factors.dropout_scale : Sum{1};
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
-                                  memory + Memory::kQueries);
+  typename Tiles::RowTile queries(
+      matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+      memory + Memory::kQueries);
   typename Tiles::ColumnTile keys(
-      matrix_of(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
+      matrix_of<Tiles>(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
       memory + Memory::kKeys);
   DropoutGroup<Tiles> dropout_group;
   RowStatistics<Sum> rows[Tiles::kRowSlots];
@@ -142,9 +143,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
       stage_weight_gradients<Tiles, false>(backward, place, first, memory_of_warp);
       for_each_unstaged<Tiles>(first, memory_of_warp, [&](Sum passed, int slot, int c) {
-        const Sum weight =
-            unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), rows[slot].reference) *
-            rows[slot].reciprocal * dropout_scale;
+        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), rows[slot].reference) *
+                           rows[slot].reciprocal * dropout_scale;
         const bool keeps = !drops || ((keep[slot] >> c) & 1U) != 0;
         if (keeps && ((visible[slot] >> c) & 1U) != 0) sums[slot] += weight * passed;
       });

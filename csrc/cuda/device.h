@@ -52,6 +52,7 @@ using cuda_emulation::ldmatrix_x4;
 using cuda_emulation::ldmatrix_x4_trans;
 using cuda_emulation::mma_m16n8k16;
 using cuda_emulation::narrow;
+using cuda_emulation::reciprocal_fast;
 using cuda_emulation::shared_address;
 using cuda_emulation::SharedAddress;
 using cuda_emulation::widen;
@@ -158,6 +159,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
+/// 1 / x to 1 ulp; subnormal arguments and results are 0.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
 __device__ __forceinline__ float widen(half value) { return __half2float(__ushort_as_half(value.bits)); }
 __device__ __forceinline__ float widen(bfloat16 value) {
   return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16);
@@ -241,7 +249,9 @@ __device__ __forceinline__ std::uint32_t pack2(float low, float high) {
 
 /// The same number, in a way that the compiler cannot see through: what is made from it is made here, not carried
 /// through a loop in a register.
-__device__ __forceinline__ int made_here(int value) {
+template <typename T>
+__device__ __forceinline__ T made_here(T value) {
+  static_assert(sizeof(T) == 4);
 #ifndef FUSED_MHA_CUDA_EMULATION
   asm volatile("" : "+r"(value));
 #endif

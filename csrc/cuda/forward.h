@@ -61,13 +61,15 @@ __device__ __forceinline__ bool attend(const ForwardCall& forward, TilePlace pla
   const int kv_head = place.h / call.sizes.group;
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
-                                  memory + Memory::kQueries);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
+  const core::PhiloxKey dropout = dropout_key(call);
+  typename Tiles::RowTile queries(
+      matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+      memory + Memory::kQueries);
+  typename Tiles::ColumnTile keys(matrix_of<Tiles>(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kKeys);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
-                                    memory + Memory::kValues);
+  typename Tiles::ColumnTile values(
+      matrix_of<Tiles>(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
+      memory + Memory::kValues);
 
   const int first_key = split * forward.keys_of_split;
   const int last_key =
@@ -96,7 +98,7 @@ __device__ __forceinline__ bool attend(const ForwardCall& forward, TilePlace pla
     tiles.multiply(scores, queries, keys, 0);
     mask_scores<Tiles, false>(call, factors, place, step.kind, scores, visible, tiles.stages());
     softmax.add(call, factors, scores, output);
-    if (has_dropout<Tiles>(call)) {
+    if (call.has_dropout) {
       std::uint32_t keep[Tiles::kRowSlots];
       dropout_group.keep(call, dropout, place, keep);
 #pragma unroll
@@ -107,11 +109,12 @@ __device__ __forceinline__ bool attend(const ForwardCall& forward, TilePlace pla
         }
       }
     }
+    typename Tiles::Operand weights = Tiles::operand_of(scores);
     const bool look = step.kind != TileKind::kFree;
     if (tiles.arrive_and_look(look, 0, values)) return false;
     if (next.exists()) keys.request(next.index * Tiles::kColumns);
     Tiles::commit();
-    tiles.accumulate(output, scores, visible, look, values, 0, part);
+    tiles.accumulate(output, weights, visible, look, values, 0, part);
     step = next;
   }
   Tiles::arrive();  // no copy may outlive the block's use of shared memory
@@ -149,14 +152,15 @@ __device__ __forceinline__ bool attend(const ForwardCall& forward, TilePlace pla
   } else {
     Tiles::store(output, forward.outputs.output, place.n, place.h, place.query_begin, call.sizes.queries, part,
                  call.sizes.value_dim, [&](int slot) {
-                   return softmax.row_sum[slot] == Sum{0} ? Sum{0} : factors.dropout_scale / softmax.row_sum[slot];
+                   const Sum sum = softmax.row_sum[slot];
+                   return sum == Sum{0} ? Sum{0} : factors.dropout_scale * reciprocal_of(sum);
                  });
   }
   return true;
 }
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads)
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     attention_forward_kernel(const __grid_constant__ ForwardCall forward) {
   BlockIndex block;
   const int split = block.take(forward.splits);
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
     const std::int64_t at = split * all_rows + row;
     sum += split_sum[at] * exp2_of((split_max[at] - reference) * factors.unit);
   }
-  const Sum factor = sum == Sum{0} ? Sum{0} : factors.dropout_scale / sum;
+  const Sum factor = sum == Sum{0} ? Sum{0} : factors.dropout_scale * reciprocal_of(sum);
   const std::int64_t l = row % problem.query_length;
   const std::int64_t h = row / problem.query_length % problem.heads;
   const std::int64_t n = row / problem.query_length / problem.heads;

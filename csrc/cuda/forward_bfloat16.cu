@@ -4,8 +4,8 @@
 namespace fused_mha::cuda {
 
 template <>
-ForwardKernels tensor_forward_kernels<bfloat16>(int dim, bool is_plain) {
-  return tensor_forward_kernels_of<bfloat16>(dim, is_plain);
+ForwardKernels tensor_forward_kernels<bfloat16>(int dim) {
+  return tensor_forward_kernels_of<bfloat16>(dim);
 }
 
 }  // namespace fused_mha::cuda

@@ -4,8 +4,8 @@
 namespace fused_mha::cuda {
 
 template <>
-ForwardKernels tensor_forward_kernels<half>(int dim, bool is_plain) {
-  return tensor_forward_kernels_of<half>(dim, is_plain);
+ForwardKernels tensor_forward_kernels<half>(int dim) {
+  return tensor_forward_kernels_of<half>(dim);
 }
 
 }  // namespace fused_mha::cuda

@@ -33,10 +33,11 @@ struct GenericTile {
 template <typename SumType>
 struct GenericTiles {
   using Sum = SumType;
-  static constexpr bool kPlain = false;
   static constexpr bool kIsCareful = true;
+  static constexpr std::size_t kElementBytes = 0;  // float tiles take three dtypes
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kBlocks = 2;
   static constexpr int kRows = 64;
   static constexpr int kColumns = 64;
   static constexpr int kOutput = 64;
@@ -59,6 +60,8 @@ struct GenericTiles {
     }
   };
   using Output = Scores;
+  using Operand = Scores;
+  static __device__ __forceinline__ Operand operand_of(const Scores& scores) { return scores; }
   static __device__ __forceinline__ void clear(Scores& scores) { scores.clear(); }
 
   static __device__ __forceinline__ int x() { return static_cast<int>(threadIdx.x) % 16; }
@@ -154,7 +157,7 @@ struct GenericTiles {
     }
   }
 
-  __device__ void accumulate(Output& output, Scores& weights, const std::uint32_t (&visible)[kRowSlots],
+  __device__ void accumulate(Output& output, Operand& weights, const std::uint32_t (&visible)[kRowSlots],
                              bool has_hidden, const ColumnTile& right, int stage, int part) const {
     __syncthreads();
 #pragma unroll

@@ -49,11 +49,10 @@ constexpr int padded_dim(std::int64_t head_dim, std::int64_t value_dim) {
   return 0;
 }
 
-// T: half, bfloat16. `is_plain`: the call is one that tiles with kPlain take.
 template <typename T>
-ForwardKernels tensor_forward_kernels(int dim, bool is_plain);
+ForwardKernels tensor_forward_kernels(int dim);  // T: half, bfloat16
 template <typename T>
-BackwardKernels tensor_backward_kernels(int dim, bool is_plain);
+BackwardKernels tensor_backward_kernels(int dim);
 template <typename Sum>
 ForwardKernels generic_forward_kernels();  // Sum: float for all but float64, double
 template <typename Sum>

@@ -47,17 +47,19 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   using Memory = MaskGradientMemory<Tiles>;
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
-  const TileKind kind = tile_kind<Tiles>(call, place, Tiles::kRows, Tiles::kColumns);
+  const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
   if (kind == TileKind::kHidden) return;
   Tiles tiles(memory + Memory::kScratch);
   const int kv_head = place.h / call.sizes.group;
-  typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
-                                  memory + Memory::kQueries);
-  typename Tiles::RowTile grads(grad_output_of(backward, place.n, place.h), memory + Memory::kGrads);
-  typename Tiles::ColumnTile keys(matrix_of(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
+  typename Tiles::RowTile queries(
+      matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+      memory + Memory::kQueries);
+  typename Tiles::RowTile grads(grad_output_of<Tiles>(backward, place.n, place.h), memory + Memory::kGrads);
+  typename Tiles::ColumnTile keys(matrix_of<Tiles>(problem.key, place.n, kv_head, call.sizes.keys, call.sizes.head_dim),
                                   memory + Memory::kKeys);
-  typename Tiles::ColumnTile values(matrix_of(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
-                                    memory + Memory::kValues);
+  typename Tiles::ColumnTile values(
+      matrix_of<Tiles>(problem.value, place.n, kv_head, call.sizes.keys, call.sizes.value_dim),
+      memory + Memory::kValues);
   queries.request(place.query_begin);
   grads.request(place.query_begin);
   keys.request(place.key_begin);
@@ -78,7 +80,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   mask_scores<Tiles, false>(call, factors, place, kind, weights, visible, tiles.stages());
   tiles.multiply(score_grads, grads, values, 0);
   DropoutGroup<Tiles> dropout_group;
-  if (has_dropout<Tiles>(call)) dropout_group.keep(call, dropout, place, keep);
+  if (call.has_dropout) dropout_group.keep(call, dropout, place, keep);
   differentiate<Tiles, false>(backward, factors, place, kind, visible, keep, weights, score_grads, tiles.stages(),
                               [&](int slot, int) { return rows[slot]; });
 #pragma unroll
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __
 
   auto* memory = dynamic_shared<unsigned char>();
   const Factors<Sum>& factors = factors_of<Sum>(backward.call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(backward.call);
+  const core::PhiloxKey dropout = dropout_key(backward.call);
   typename Tiles::Scores total;
   Tiles::clear(total);
   TilePlace place;

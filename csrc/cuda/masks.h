@@ -93,7 +93,6 @@ __device__ inline MaskClass class_of_range(const MaskClasses& classes, int n, in
 }
 
 /// The kind of the tile with `rows` queries and `keys` keys at `place`. What lies beyond the last query does not count.
-template <typename Tiles>
 __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, int rows, int keys) {
   const core::AttentionProblem& problem = call.problem;
   const int masked = call.sizes.masked_keys;
@@ -108,7 +107,6 @@ __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, i
     if (all_masked && place.key_begin >= row_end + call.sizes.causal_offset) return TileKind::kHidden;
     kind = TileKind::kGeometry;
   }
-  if (Tiles::kPlain) return kind;
   if (problem.key_padding_mask) {
     const MaskClass found = class_of_range(call.padding_classes, place.n, 0, 0, 1, place.key_begin, masked_end);
     if (found == MaskClass::kHidden && all_masked) return TileKind::kHidden;
@@ -161,10 +159,10 @@ class TileSchedule {
       const int begin = index * Tiles::kColumns;
       if constexpr (kKeysInRows) {
         place.query_begin = begin;
-        kind = tile_kind<Tiles>(call_, place, Tiles::kColumns, Tiles::kRows);
+        kind = tile_kind(call_, place, Tiles::kColumns, Tiles::kRows);
       } else {
         place.key_begin = begin;
-        kind = tile_kind<Tiles>(call_, place, Tiles::kRows, Tiles::kColumns);
+        kind = tile_kind(call_, place, Tiles::kRows, Tiles::kColumns);
       }
     }
     visible_ = __ballot_sync(kAllLanes, kind != TileKind::kHidden);
@@ -254,7 +252,7 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
   using Sum = typename Tiles::Sum;
 #pragma unroll
   for (int slot = 0; slot < Tiles::kRowSlots; ++slot) visible[slot] = 0xFFFFFFFFU;
-  if (!Tiles::kPlain && kind == TileKind::kMasked) {
+  if (kind == TileKind::kMasked) {
     Sum* stage = stages + Tiles::warp() * Tiles::kStageElements;
 #pragma unroll 1
     for (int first = 0; first < Tiles::kWarpRows; first += Tiles::kStageRows) {
@@ -263,14 +261,14 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
       __syncwarp();
       for_each_unstaged<Tiles>(first, stage, [&](Sum added, int slot, int c) {
         Sum& score = scores.at(slot, c);
-        if (has_bias<Tiles>(call)) score = multiply_add(score, factors.query_factor, added);
+        if (call.has_bias) score = multiply_add(score, factors.query_factor, added);
         if (added == kMinusInfinity<Sum>) {
           score = added;
           visible[slot] &= ~(1U << c);
         }
       });
     }
-  } else if (has_bias<Tiles>(call)) {
+  } else if (call.has_bias) {
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
 #pragma unroll

@@ -5,6 +5,9 @@
 //
 //   m' = max(m, rowmax t)     P = exp2(unit (t - m'))     sum' = sum exp2(unit (m - m')) + rowsum P
 //
+// m stays where a tile exceeds it by less than 2^8 in exp2: such weights and sums are no less exact, and what was added
+// up before seldom has to shrink. So m is the largest score or up to that much less.
+//
 // A thread adds up its own columns; rows are added over lanes once, at the end. A row that has seen nothing has m =
 // -inf, sum = 0; exp2 is taken against 0 then, so its weights are 0. A NaN score never becomes a maximum and makes the
 // sum NaN. A sink is a key whose value is 0, met before all others: m = sink, sum = 1.
@@ -50,6 +53,7 @@ __device__ __forceinline__ Sum log_sum_exp_of(const Factors<Sum>& factors, Sum r
 template <typename Tiles>
 struct OnlineSoftmax {
   using Sum = typename Tiles::Sum;
+  static constexpr auto kSlack = Sum{8};
   Sum row_max[Tiles::kRowSlots];
   Sum row_sum[Tiles::kRowSlots];
 
@@ -72,30 +76,43 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Scores become weights; the output of the tiles before shrinks to the new maximum.
+  /// Scores become weights; where a maximum is raised, the output of the tiles before shrinks.
   __device__ __forceinline__ void add(const Call& call, const Factors<Sum>& factors, typename Tiles::Scores& scores,
                                       typename Tiles::Output& output) {
+    Sum shrink[Tiles::kRowSlots];
+    bool is_raised = false;
 #pragma unroll
     for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       Sum tile_max = scores.at(slot, 0);
 #pragma unroll
       for (int c = 1; c < Tiles::kColumnSlots; ++c) tile_max = larger(tile_max, scores.at(slot, c));
       tile_max = largest_of_lanes<Tiles::kLanesOfRow>(tile_max);
-      if (!has_bias<Tiles>(call)) tile_max *= factors.query_factor;
+      if (!call.has_bias) tile_max *= factors.query_factor;
       const Sum before = row_max[slot];
-      row_max[slot] = larger(before, tile_max);
+      const bool raises = (tile_max - before) * factors.unit > kSlack;  // -inf - -inf is NaN: no
+      shrink[slot] = raises ? exp2_of((before - tile_max) * factors.unit) : Sum{1};
+      row_max[slot] = raises ? tile_max : before;
+      is_raised = is_raised || raises;
+    }
+    if (__any_sync(kAllLanes, is_raised)) {
+#pragma unroll
+      for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
+        row_sum[slot] *= shrink[slot];
+#pragma unroll
+        for (int c = 0; c < Tiles::kOutputSlots; ++c) output.at(slot, c) *= shrink[slot];
+      }
+    }
+#pragma unroll
+    for (int slot = 0; slot < Tiles::kRowSlots; ++slot) {
       const Sum reference = reference_of(row_max[slot]);
-      const Sum shrink = exp2_of((before - reference) * factors.unit);
-      Sum sum = row_sum[slot] * shrink;
+      Sum sum = row_sum[slot];
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-        const Sum weight = unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), reference);
+        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), reference);
         scores.at(slot, c) = weight;
         sum += weight;
       }
       row_sum[slot] = sum;
-#pragma unroll
-      for (int c = 0; c < Tiles::kOutputSlots; ++c) output.at(slot, c) *= shrink;
     }
   }
 
@@ -127,7 +144,7 @@ __device__ __forceinline__ RowStatistics<Sum> load_statistics(const Sizes& sizes
   const std::int64_t at = row_index(sizes, n, h, l);
   row.reference = reference_of(static_cast<const Sum*>(row_max)[at]);
   const Sum sum = static_cast<const Sum*>(row_sum)[at];
-  row.reciprocal = sum == Sum{0} ? Sum{0} : Sum{1} / sum;
+  row.reciprocal = sum == Sum{0} ? Sum{0} : reciprocal_of(sum);
   if (deltas != nullptr) row.delta = static_cast<const Sum*>(deltas)[at];
   return row;
 }

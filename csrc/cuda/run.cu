@@ -11,7 +11,6 @@
 #include <string>
 
 #include "cuda/classify_masks.h"
-#include "cuda/copy.h"
 #include "cuda/kernels.h"
 
 namespace fused_mha::cuda {
@@ -87,35 +86,16 @@ bool scores_are_scaled_first(const AttentionProblem& problem) {
   return has_float_mask(problem) || !(problem.scale > 0.0) || std::isinf(problem.scale);
 }
 
-/// Whether 16-byte chunks of every row can be copied as they are.
-bool lies_in_chunks(const core::View& view, std::int64_t columns) {
-  const auto is_whole = [](std::int64_t elements) { return elements % kChunk == 0; };
-  return reinterpret_cast<std::uintptr_t>(view.data) % (kChunk * sizeof(half)) == 0 && is_whole(columns) &&
-         is_whole(view.strides[0]) && is_whole(view.strides[1]) && is_whole(view.strides[2]) && view.strides[3] == 1;
-}
-
-/// Whether tiles with kPlain take the call.
-bool is_plain(const AttentionProblem& problem) {
-  return !has_masks(problem) && problem.dropout_p == 0.0 && !scores_are_scaled_first(problem) &&
-         lies_in_chunks(problem.query, problem.head_dim) && lies_in_chunks(problem.key, problem.head_dim) &&
-         lies_in_chunks(problem.value, problem.value_dim);
-}
-
-bool is_plain(const AttentionProblem& problem, const core::BackwardInputs& inputs) {
-  return is_plain(problem) && !inputs.grad_weights &&
-         (!inputs.grad_output || lies_in_chunks(inputs.grad_output, problem.value_dim));
-}
-
 ForwardKernels tensor_forward(const AttentionProblem& problem) {
   const int dim = padded_dim(problem.head_dim, problem.value_dim);
-  return problem.query.dtype == DType::kFloat16 ? tensor_forward_kernels<half>(dim, is_plain(problem))
-                                                : tensor_forward_kernels<bfloat16>(dim, is_plain(problem));
+  return problem.query.dtype == DType::kFloat16 ? tensor_forward_kernels<half>(dim)
+                                                : tensor_forward_kernels<bfloat16>(dim);
 }
 
-BackwardKernels tensor_backward(const AttentionProblem& problem, bool is_plain) {
+BackwardKernels tensor_backward(const AttentionProblem& problem) {
   const int dim = padded_dim(problem.head_dim, problem.value_dim);
-  return problem.query.dtype == DType::kFloat16 ? tensor_backward_kernels<half>(dim, is_plain)
-                                                : tensor_backward_kernels<bfloat16>(dim, is_plain);
+  return problem.query.dtype == DType::kFloat16 ? tensor_backward_kernels<half>(dim)
+                                                : tensor_backward_kernels<bfloat16>(dim);
 }
 
 template <typename CallType>
@@ -138,7 +118,7 @@ const char* forward_refusal(const AttentionProblem& problem, const DeviceLimits&
 }
 
 const char* backward_refusal(const AttentionProblem& problem, const DeviceLimits& limits) {
-  return refusal(problem, limits, largest_bytes(tensor_backward(problem, false)));
+  return refusal(problem, limits, largest_bytes(tensor_backward(problem)));
 }
 
 ForwardKernels choose_forward(const AttentionProblem& problem, const DeviceLimits& limits) {
@@ -146,9 +126,8 @@ ForwardKernels choose_forward(const AttentionProblem& problem, const DeviceLimit
   return problem.query.dtype == DType::kFloat64 ? generic_forward_kernels<double>() : generic_forward_kernels<float>();
 }
 
-BackwardKernels choose_backward(const AttentionProblem& problem, const core::BackwardInputs& inputs,
-                                const DeviceLimits& limits) {
-  if (backward_refusal(problem, limits) == nullptr) return tensor_backward(problem, is_plain(problem, inputs));
+BackwardKernels choose_backward(const AttentionProblem& problem, const DeviceLimits& limits) {
+  if (backward_refusal(problem, limits) == nullptr) return tensor_backward(problem);
   return problem.query.dtype == DType::kFloat64 ? generic_backward_kernels<double>()
                                                 : generic_backward_kernels<float>();
 }
@@ -430,7 +409,7 @@ void attention_backward(const AttentionProblem& problem, const core::BackwardInp
   Workspace parts(workspace);
   const CallPlan masks = plan_call(problem, rng, parts);
   BackwardCall backward = plan_backward(problem, inputs, outputs, masks, parts);
-  const BackwardKernels kernels = choose_backward(problem, inputs, device_limits());
+  const BackwardKernels kernels = choose_backward(problem, device_limits());
   classify_masks(masks, stream);
 
   const std::int64_t heads = problem.batch * problem.heads;

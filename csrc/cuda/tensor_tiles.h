@@ -17,18 +17,13 @@
 
 namespace fused_mha::cuda {
 
-enum class TilesFor {
-  kAnyCall,
-  kPlainCalls,  // see call.h; operands lie in aligned chunks of 16 bytes
-  kHiddenNaN    // any call: a hidden element does not meet what is in a tile that passes, be it infinite or NaN
-};
-
 template <typename T, int kDimension, int kRowTiles, int kWarpCount, int kColumnCount, int kOutputColumns = kDimension,
-          bool kSpread = false, TilesFor kFor = TilesFor::kAnyCall>
+          bool kSpread = false, bool kCareful = false>
 struct TensorTiles {
   using Sum = float;
-  static constexpr bool kPlain = kFor == TilesFor::kPlainCalls;
-  static constexpr bool kIsCareful = kFor == TilesFor::kHiddenNaN;
+  // Whether a hidden element does not meet what is in a tile that passes, be it infinite or NaN.
+  static constexpr bool kIsCareful = kCareful;
+  static constexpr std::size_t kElementBytes = sizeof(T);
   static constexpr int kDim = kDimension;
   static constexpr int kWarps = kWarpCount;
   static constexpr int kThreads = kWarps * kWarpSize;
@@ -39,15 +34,15 @@ struct TensorTiles {
   static constexpr int kRowSlots = 2 * kRowTiles;
   static constexpr int kColumnSlots = kColumns / 4;
   static constexpr int kOutputSlots = kOutput / 4;
-  static constexpr int kLanesOfRow = 3;      // bits of the lane that differ inside a row
-  static constexpr int kLanesOfColumn = 28;  // and inside a column
+  static constexpr int kBlocks = kThreads == 128 ? 2 : 1;  // of a multiprocessor at once, at the least
+  static constexpr int kLanesOfRow = 3;                    // bits of the lane that differ inside a row
+  static constexpr int kLanesOfColumn = 28;                // and inside a column
   static_assert(kColumns % 16 == 0 && kColumnSlots <= 32 && kOutput % 16 == 0);
   static_assert(!kSpread || kRowTiles == 1);
   // What takes over where a tile that passes is not finite: few registers, not fast. At least as many columns as
   // threads fill at once.
   static constexpr int kCarefulColumns = kThreads * kChunk / kDim > 16 ? kThreads* kChunk / kDim : 16;
-  using Careful =
-      TensorTiles<T, kDim, 1, kWarps, kCarefulColumns, (kOutput > 64 ? 64 : kOutput), kSpread, TilesFor::kHiddenNaN>;
+  using Careful = TensorTiles<T, kDim, 1, kWarps, kCarefulColumns, (kOutput > 64 ? 64 : kOutput), kSpread, true>;
 
   struct Scores {
     float value[kRowTiles][kColumns / 8][4];
@@ -64,6 +59,32 @@ struct TensorTiles {
       }
     }
   };
+
+  /// Scores as mma wants them at the left: half the registers.
+  struct Packed {
+    std::uint32_t value[kColumns / 16][kRowTiles][4];
+  };
+  using Operand = std::conditional_t<kIsCareful, Scores, Packed>;
+
+  static __device__ __forceinline__ Operand operand_of(const Scores& scores) {
+    if constexpr (kIsCareful) {
+      return scores;
+    } else {
+      Packed packed;
+#pragma unroll
+      for (int k = 0; k < kColumns / 16; ++k) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* pair = scores.value[m][2 * k + i / 2] + i % 2 * 2;
+            packed.value[k][m][i] = made_here(pack2<T>(pair[0], pair[1]));
+          }
+        }
+      }
+      return packed;
+    }
+  }
 
   static __device__ __forceinline__ void clear(Scores& scores) {
 #pragma unroll
@@ -120,27 +141,30 @@ struct TensorTiles {
                            warp() * kWarpResidues + counter / kColumns)
                 << (8 * i);
       }
-      const int first_number = place.key_begin % kGroupKeys / 16;
+      // Of row slot 0 and column slot 0: the number of the key in its counter, and the counter. Other slots are
+      // constants away; both row slots find their counters in the same lane.
+      static_assert(8 / kKeysOfCounter * kColumns % kWarpSize == 0);
+      const auto row = made_here(static_cast<unsigned>(lane()) / 4);
+      const unsigned number = static_cast<unsigned>(place.key_begin % kGroupKeys / 16) + row % kKeysOfCounter;
+      const unsigned counter = row / kKeysOfCounter * kColumns + static_cast<unsigned>(lane()) % 4 * 2;
+      constexpr unsigned kSecondRow = 8 / kKeysOfCounter * kColumns / kWarpSize * 8;
       keep[0] = 0;
       keep[1] = 0;
 #pragma unroll
       for (int c = 0; c < kColumnSlots; ++c) {
-        // Both row slots find their counters in the same lane: they are a multiple of 32 counters apart.
-        static_assert(8 / kKeysOfCounter * kColumns % kWarpSize == 0);
-        const int first = warp_slot(0) / kKeysOfCounter * kColumns + column(c);
-        const int second = warp_slot(1) / kKeysOfCounter * kColumns + column(c);
-        const std::uint32_t found = __shfl_sync(kAllLanes, word, first % kWarpSize);
-        const int number = first_number + warp_slot(0) % kKeysOfCounter;
-        keep[0] |= ((found >> (first / kWarpSize * 8 + number)) & 1U) << c;
-        keep[1] |= ((found >> (second / kWarpSize * 8 + number)) & 1U) << c;
+        const unsigned at = counter + static_cast<unsigned>(column_step(c));
+        const std::uint32_t found =
+            __shfl_sync(kAllLanes, word, static_cast<int>(at % kWarpSize)) >> (at / kWarpSize * 8 + number);
+        keep[0] |= (found & 1U) << c;
+        keep[1] |= ((found >> kSecondRow) & 1U) << c;
       }
     }
   }
 
   // ---- Memory ----
 
-  using RowTile = SharedTile<T, kRows, kDim, kThreads, kPlain>;
-  using ColumnTile = SharedTile<T, kColumns, kDim, kThreads, kPlain>;
+  using RowTile = SharedTile<T, kRows, kDim, kThreads>;
+  using ColumnTile = SharedTile<T, kColumns, kDim, kThreads>;
   static constexpr int kRowTileBytes = RowTile::kElements * static_cast<int>(sizeof(T));
   static constexpr int kColumnTileBytes = ColumnTile::kElements * static_cast<int>(sizeof(T));
 
@@ -243,41 +267,13 @@ struct TensorTiles {
   }
 
   /// Spoils `weights`.
-  static __device__ __forceinline__ void accumulate(Output& output, Scores& weights,
+  static __device__ __forceinline__ void accumulate(Output& output, Operand& weights,
                                                     const std::uint32_t (&visible)[kRowSlots], bool /*has_hidden*/,
                                                     const ColumnTile& right, int stage, int part) {
-    const T* tile = right.stage(stage);
     if constexpr (kIsCareful) {
-      accumulate_visible(output, weights, visible, tile, part * kOutput);
-      return;
-    }
-    // Transposed ldmatrix: lanes 0-15 name 16 rows of the first eight columns, 16-31 of the next eight.
-    const int lane_here = made_here(lane());
-    const SharedAddress first =
-        chunk_address(tile, lane_here % 16, lane_here / 16) + part * kOutput * static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int k = 0; k < kColumns / 16; ++k) {
-      std::uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = weights.value[m][2 * k + i / 2] + i % 2 * 2;
-          a[m][i] = pack2<T>(pair[0], pair[1]);
-        }
-      }
-#pragma unroll
-      for (int b = 0; b < kOutput / 16; ++b) {
-        std::uint32_t r[4];
-        ldmatrix_x4_trans(r, next_chunk(first, 2 * b) + k * k16Rows);
-        const std::uint32_t low[2] = {r[0], r[1]};
-        const std::uint32_t high[2] = {r[2], r[3]};
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma_m16n8k16<T>(output.value[m][2 * b], a[m], low);
-          mma_m16n8k16<T>(output.value[m][2 * b + 1], a[m], high);
-        }
-      }
+      accumulate_visible(output, weights, visible, right.stage(stage), part * kOutput);
+    } else {
+      accumulate_all(output, weights, right.stage(stage), part);
     }
   }
 
@@ -308,6 +304,29 @@ struct TensorTiles {
   }
 
  private:
+  static __device__ __forceinline__ void accumulate_all(Output& output, const Packed& weights, const T* tile,
+                                                        int part) {
+    // Transposed ldmatrix: lanes 0-15 name 16 rows of the first eight columns, 16-31 of the next eight.
+    const int lane_here = made_here(lane());
+    const SharedAddress first =
+        chunk_address(tile, lane_here % 16, lane_here / 16) + part * kOutput * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+#pragma unroll
+      for (int b = 0; b < kOutput / 16; ++b) {
+        std::uint32_t r[4];
+        ldmatrix_x4_trans(r, next_chunk(first, 2 * b) + k * k16Rows);
+        const std::uint32_t low[2] = {r[0], r[1]};
+        const std::uint32_t high[2] = {r[2], r[3]};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma_m16n8k16<T>(output.value[m][2 * b], weights.value[k][m], low);
+          mma_m16n8k16<T>(output.value[m][2 * b + 1], weights.value[k][m], high);
+        }
+      }
+    }
+  }
+
   /// One weight at a time; the four lanes of a row hand theirs round.
   static __device__ void accumulate_visible(Output& output, Scores& weights, const std::uint32_t (&visible)[kRowSlots],
                                             const T* tile, int first_column) {

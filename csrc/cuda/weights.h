@@ -50,18 +50,19 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   auto* memory = dynamic_shared<unsigned char>();
   Tiles tiles(memory + Memory::kScratch);
   const Factors<Sum>& factors = factors_of<Sum>(call);
-  const core::PhiloxKey dropout = dropout_key_if_any<Tiles>(call);
-  const bool drops = has_dropout<Tiles>(call) && !weights.outputs.weights_before_dropout;
+  const core::PhiloxKey dropout = dropout_key(call);
+  const bool drops = call.has_dropout && !weights.outputs.weights_before_dropout;
   const Sum dropout_scale = drops ? factors.dropout_scale : Sum{1};
   typename Tiles::Scores total;
   Tiles::clear(total);
   for (place.h = first_head; place.h < last_head; ++place.h) {
-    const TileKind kind = tile_kind<Tiles>(call, place, Tiles::kRows, Tiles::kColumns);
+    const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
     if (kind == TileKind::kHidden) continue;
-    typename Tiles::RowTile queries(matrix_of(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
-                                    memory + Memory::kQueries);
+    typename Tiles::RowTile queries(
+        matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
+        memory + Memory::kQueries);
     typename Tiles::ColumnTile keys(
-        matrix_of(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
+        matrix_of<Tiles>(problem.key, place.n, place.h / call.sizes.group, call.sizes.keys, call.sizes.head_dim),
         memory + Memory::kKeys);
     queries.request(place.query_begin);
     keys.request(place.key_begin);
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
                                place.query_begin + Tiles::row(slot));
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
-        const Sum weight = unnormalized_weight(has_bias<Tiles>(call), factors, scores.at(slot, c), row.reference);
+        const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference);
         const bool keeps = !drops || ((keep[slot] >> c) & 1U) != 0;
         if (keeps && ((visible[slot] >> c) & 1U) != 0) {
           total.at(slot, c) += weight * row.reciprocal * dropout_scale;

@@ -132,6 +132,8 @@ void mma_m16n8k16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_
 
 inline float exp2_fast(float x) { return x < -126.0F ? 0.0F : std::exp2(x); }
 
+inline float reciprocal_fast(float x) { return 1.0F / x; }
+
 inline float widen(core::Float16 value) { return core::to_float(value); }
 inline float widen(core::BFloat16 value) { return core::to_float(value); }
 
