@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torch/call_record.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -56,6 +57,27 @@ CallRecord record_of(const AttentionArguments& a, const core::AttentionProblem& 
   record.dropout_p = a.dropout_p;
   record.weights_mode = a.weights_mode;
   record.weights_before_dropout = a.weights_before_dropout;
+  return record;
+}
+
+CallRecord record_of(const VarlenArguments& a, const std::vector<core::AttentionProblem>& problems) {
+  CallRecord record;
+  record.device = a.query.device().str();
+  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
+  record.is_packed = true;
+  record.N = static_cast<std::int64_t>(problems.size());
+  record.H = a.query.size(1);
+  record.Hkv = a.key.size(1);
+  record.D = a.query.size(2);
+  record.Dv = a.value.size(2);
+  record.is_causal = a.is_causal;
+  record.bottom_right = a.bottom_right;
+  record.sink = tensor_text(a.sink);
+  record.dropout_p = a.dropout_p;
+  for (const auto& problem : problems) {
+    record.L = std::max(record.L, problem.query_length);
+    record.S = std::max(record.S, problem.key_length);
+  }
   return record;
 }
 

@@ -17,6 +17,7 @@
 namespace fused_mha::detail {
 
 struct AttentionArguments;
+struct VarlenArguments;
 
 /// One call of _attention_forward or _varlen_forward. Masks and sink are "" where none was given, else dtype and shape.
 struct CallRecord {
@@ -51,6 +52,8 @@ bool is_recording_calls();
 
 /// All of a record that does not depend on the kernels.
 CallRecord record_of(const AttentionArguments& arguments, const core::AttentionProblem& problem);
+/// One record for all sequences, with the sizes of the longest.
+CallRecord record_of(const VarlenArguments& arguments, const std::vector<core::AttentionProblem>& problems);
 
 /// What autograd found about the call that this thread is about to make.
 void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent);

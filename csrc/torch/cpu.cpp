@@ -109,29 +109,6 @@ AdditiveBackwardResult additive_attention_backward_cpu(
 
 constexpr const char* kVarlen = "attention_varlen";
 
-/// One record for all sequences: the longest as sizes, sums of what the others are counted by.
-CallRecord describe_call(const VarlenArguments& a, const std::vector<core::AttentionProblem>& problems) {
-  CallRecord record;
-  record.device = a.query.device().str();
-  record.dtype = c10::getDtypeNames(a.query.scalar_type()).first;
-  record.is_packed = true;
-  record.N = static_cast<std::int64_t>(problems.size());
-  record.H = a.query.size(1);
-  record.Hkv = a.key.size(1);
-  record.D = a.query.size(2);
-  record.Dv = a.value.size(2);
-  record.is_causal = a.is_causal;
-  record.bottom_right = a.bottom_right;
-  record.sink = tensor_text(a.sink);
-  record.dropout_p = a.dropout_p;
-  for (const auto& problem : problems) {
-    record.L = std::max(record.L, problem.query_length);
-    record.S = std::max(record.S, problem.key_length);
-  }
-  record.cpu = cpu::describe_forward(problems, core::WeightsMode::kNone, torch_threads());
-  return record;
-}
-
 VarlenForwardResult varlen_forward_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                        const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, bool is_causal,
                                        double dropout_p, double scale, const OptionalTensor& rng_state,
@@ -141,7 +118,11 @@ VarlenForwardResult varlen_forward_cpu(const at::Tensor& query, const at::Tensor
   check_varlen_forward(kVarlen, arguments);
   auto result = allocate_varlen_forward(arguments);
   const auto forward = to_varlen_forward(kVarlen, arguments, result);
-  if (is_recording_calls()) note_call(describe_call(arguments, forward.problems));
+  if (is_recording_calls()) {
+    auto record = record_of(arguments, forward.problems);
+    record.cpu = cpu::describe_forward(forward.problems, core::WeightsMode::kNone, torch_threads());
+    note_call(std::move(record));
+  }
   cpu::attention_forward(forward.problems, forward.outputs, torch_threads());
   return result;
 }

@@ -21,7 +21,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
 }  // namespace fused_mha::detail
 
 TORCH_LIBRARY_IMPL(fused_mha, CUDA, library) {
-  for (const char* name : {"_additive_attention_forward", "_additive_attention_backward", "_mask_tiles"}) {
+  for (const char* name : {"_additive_attention_forward", "_additive_attention_backward", "_varlen_forward",
+                           "_varlen_backward", "_mask_tiles"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fused_mha::detail::refuse>());
   }
 #if !FUSED_MHA_HAS_CUDA
