@@ -25,6 +25,14 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return row * kDim + (chunk ^ swizzle_of_row<kDim>(row)) * kChunk;
 }
 
+/// Row i of the sixteen that a warp has of kRows, where a warp's rows are those that agree in row % 16, or in as many
+/// neighbouring remainders as it takes.
+template <int kRows>
+__device__ __forceinline__ int spread_row(int warp, int i) {
+  constexpr int kOfRemainder = kRows / 16;
+  return i % kOfRemainder * 16 + warp * (16 / kOfRemainder) + i / kOfRemainder;
+}
+
 /// Whether every chunk of every row can be copied as it is.
 template <typename T>
 __device__ __forceinline__ bool lies_in_chunks(const Matrix& matrix) {
@@ -32,8 +40,9 @@ __device__ __forceinline__ bool lies_in_chunks(const Matrix& matrix) {
          reinterpret_cast<std::uintptr_t>(matrix.data) % (kChunk * sizeof(T)) == 0 && matrix.row_stride % kChunk == 0;
 }
 
-/// A tile (of several stages, one behind the other) and the matrix that it shows a part of.
-template <typename T, int kRows, int kDim, int kThreads>
+/// A tile (of several stages, one behind the other) and the matrix that it shows a part of. With kSpread the sixteen
+/// rows that a warp reads, which lie spread over the matrix (spread_row), are neighbours in shared memory.
+template <typename T, int kRows, int kDim, int kThreads, bool kSpread = false>
 struct SharedTile {
   static constexpr int kElements = kRows * kDim;
   static constexpr int kChunksOfRow = kDim / kChunk;
@@ -50,6 +59,11 @@ struct SharedTile {
 
   __device__ T* stage(int index) const { return memory + index * kElements; }
 
+  /// Which row behind the first that is asked for lies in a row of shared memory.
+  static __device__ __forceinline__ int matrix_row(int row) {
+    return kSpread ? spread_row<kRows>(row / 16, row % 16) : row;
+  }
+
   /// Starts to copy rows first, first + 1, ...; the caller commits.
   __device__ __forceinline__ void request(int first, int stage_index = 0) const {
     const int thread = made_here(static_cast<int>(threadIdx.x));
@@ -61,8 +75,11 @@ struct SharedTile {
     const int rows = chunk * kChunk < matrix.columns ? matrix.rows - first : 0;
     if (in_chunks) {
       // Rows behind the last have addresses too; nothing is read there.
-      auto from = reinterpret_cast<std::uintptr_t>(
-          begin + static_cast<std::int64_t>(first + first_row) * matrix.row_stride + chunk * kChunk);
+      const auto address = [&](int row) {
+        return reinterpret_cast<std::uintptr_t>(begin + static_cast<std::int64_t>(first + row) * matrix.row_stride +
+                                                chunk * kChunk);
+      };
+      std::uintptr_t from = address(first_row);
       const auto row_bytes = static_cast<std::uintptr_t>(matrix.row_stride) * sizeof(T);
       const SharedAddress to = shared_address(tile) + 2 * chunk_offset<kDim>(first_row, chunk);
 #pragma unroll
@@ -70,18 +87,21 @@ struct SharedTile {
         // first_row < kRowsOfStep, both powers of two: a row's swizzle is that of first_row and that of the step.
         constexpr int kChunkBytes = 16;
         const int swizzle = swizzle_of_row<kDim>(step * kRowsOfStep) * kChunkBytes;
+        const int row = matrix_row(first_row + step * kRowsOfStep);
+        if constexpr (kSpread) from = address(row);
         cp_async_16((to ^ swizzle) + step * kRowsOfStep * kDim * sizeof(T), reinterpret_cast<const void*>(from),
-                    first_row + step * kRowsOfStep < rows);
+                    row < rows);
         from += kRowsOfStep * row_bytes;
       }
     } else {
 #pragma unroll 1
       for (int row = first_row; row < kRows; row += kRowsOfStep) {
-        const T* from = begin + static_cast<std::int64_t>(first + row) * matrix.row_stride;
+        const int from_row = matrix_row(row);
+        const T* from = begin + static_cast<std::int64_t>(first + from_row) * matrix.row_stride;
         T* to = tile + chunk_offset<kDim>(row, chunk);
 #pragma unroll 1
         for (int column = chunk * kChunk; column < (chunk + 1) * kChunk; ++column, ++to) {
-          *to = row < rows && column < matrix.columns ? from[column * matrix.column_stride] : T{0};
+          *to = from_row < rows && column < matrix.columns ? from[column * matrix.column_stride] : T{0};
         }
       }
     }

@@ -87,7 +87,8 @@ struct DeltaMemory {
 };
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads) weight_deltas_kernel(const __grid_constant__ BackwardCall backward) {
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    weight_deltas_kernel(const __grid_constant__ BackwardCall backward) {
   using Sum = typename Tiles::Sum;
   using Memory = DeltaMemory<Tiles>;
   const Call& call = backward.call;

@@ -184,7 +184,7 @@ inline constexpr int kMergeWarps = 4;
 
 /// A warp a row.
 template <typename Sum>
-__global__ void __launch_bounds__(kMergeWarps* kWarpSize)
+__global__ void __launch_bounds__(kMergeWarps* kWarpSize, 4)
     merge_splits_kernel(const __grid_constant__ ForwardCall forward) {
   const core::AttentionProblem& problem = forward.call.problem;
   const Factors<Sum>& factors = factors_of<Sum>(forward.call);

@@ -37,7 +37,7 @@ struct GenericTiles {
   static constexpr std::size_t kElementBytes = 0;  // float tiles take three dtypes
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kBlocks = 2;
+  static constexpr int kBlocks = 1;
   static constexpr int kRows = 64;
   static constexpr int kColumns = 64;
   static constexpr int kOutput = 64;

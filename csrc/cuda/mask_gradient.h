@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
   using Memory = MaskGradientMemory<Tiles>;
   const Call& call = backward.call;
   const core::AttentionProblem& problem = call.problem;
-  const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
+  const TileKind kind = tile_kind<false>(call, place, Tiles::kRows, Tiles::kColumns);
   if (kind == TileKind::kHidden) return;
   Tiles tiles(memory + Memory::kScratch);
   const int kv_head = place.h / call.sizes.group;
@@ -95,7 +95,8 @@ __device__ __forceinline__ void add_score_gradient(const BackwardCall& backward,
 }
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads) mask_gradient_kernel(const __grid_constant__ MaskGradientCall mask) {
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    mask_gradient_kernel(const __grid_constant__ MaskGradientCall mask) {
   using Sum = typename Tiles::Sum;
   const BackwardCall& backward = mask.backward;
   const Sizes& sizes = backward.call.sizes;

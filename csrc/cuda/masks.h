@@ -92,14 +92,18 @@ __device__ inline MaskClass class_of_range(const MaskClasses& classes, int n, in
   return result;
 }
 
-/// The kind of the tile with `rows` queries and `keys` keys at `place`. What lies beyond the last query does not count.
+/// The kind of the tile with `rows` queries and `keys` keys at `place`. What lies beyond the last query does not count,
+/// or is hidden, with kKeysInRows: a NaN of a key must not meet it in the sum over queries.
+template <bool kKeysInRows>
 __device__ inline TileKind tile_kind(const Call& call, const TilePlace& place, int rows, int keys) {
   const core::AttentionProblem& problem = call.problem;
   const int masked = call.sizes.masked_keys;
   const int key_end = place.key_begin + keys < call.sizes.keys ? place.key_begin + keys : call.sizes.keys;
   const int row_end = place.query_begin + rows < call.sizes.queries ? place.query_begin + rows : call.sizes.queries;
   if (place.key_begin >= key_end || place.query_begin >= row_end) return TileKind::kHidden;
-  auto kind = place.key_begin + keys > call.sizes.keys ? TileKind::kGeometry : TileKind::kFree;
+  const bool has_tail =
+      place.key_begin + keys > call.sizes.keys || (kKeysInRows && place.query_begin + rows > call.sizes.queries);
+  auto kind = has_tail ? TileKind::kGeometry : TileKind::kFree;
   if (place.key_begin >= masked) return kind;
   const bool all_masked = key_end <= masked;
   const int masked_end = all_masked ? key_end : masked;
@@ -159,10 +163,10 @@ class TileSchedule {
       const int begin = index * Tiles::kColumns;
       if constexpr (kKeysInRows) {
         place.query_begin = begin;
-        kind = tile_kind(call_, place, Tiles::kColumns, Tiles::kRows);
+        kind = tile_kind<true>(call_, place, Tiles::kColumns, Tiles::kRows);
       } else {
         place.key_begin = begin;
-        kind = tile_kind(call_, place, Tiles::kRows, Tiles::kColumns);
+        kind = tile_kind<false>(call_, place, Tiles::kRows, Tiles::kColumns);
       }
     }
     visible_ = __ballot_sync(kAllLanes, kind != TileKind::kHidden);
@@ -280,6 +284,7 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
   const int key_base = place.key_begin + (kKeysInRows ? Tiles::row_base() : Tiles::column_base());
   const int query_base = place.query_begin + (kKeysInRows ? Tiles::column_base() : Tiles::row_base());
   const int keys_left = call.sizes.keys - key_base;
+  const int queries_left = kKeysInRows ? call.sizes.queries - query_base : std::numeric_limits<int>::max();
   const int masked_left = call.sizes.masked_keys - key_base;
   // Key k is in query q's past where k - q <= diagonal.
   const int diagonal =
@@ -291,7 +296,7 @@ __device__ __forceinline__ void mask_scores(const Call& call, const Factors<type
       const int key = kKeysInRows ? Tiles::row_step(slot) : Tiles::column_step(c);
       const int query = kKeysInRows ? Tiles::column_step(c) : Tiles::row_step(slot);
       const bool is_future = key - query > diagonal && key < masked_left;
-      if (key >= keys_left || is_future) {
+      if (key >= keys_left || query >= queries_left || is_future) {
         scores.at(slot, c) = kMinusInfinity<Sum>;
         visible[slot] &= ~(1U << c);
       }

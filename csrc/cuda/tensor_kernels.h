@@ -45,12 +45,12 @@ auto with_dim(int dim, const Body& body) {
 
 template <typename T>
 ForwardKernels tensor_forward_kernels_of(int dim) {
-  return with_dim(dim, []<int kDim>() { return forward_kernels_of<ForwardTiles<T, kDim>, QueryTiles<T, kDim>>(); });
+  return with_dim(dim, [&]<int kDim>() { return forward_kernels_of<ForwardTiles<T, kDim>, QueryTiles<T, kDim>>(); });
 }
 
 template <typename T>
 BackwardKernels tensor_backward_kernels_of(int dim) {
-  return with_dim(dim, []<int kDim>() { return backward_kernels_of<KeyTiles<T, kDim>, QueryTiles<T, kDim>>(); });
+  return with_dim(dim, [&]<int kDim>() { return backward_kernels_of<KeyTiles<T, kDim>, QueryTiles<T, kDim>>(); });
 }
 
 }  // namespace fused_mha::cuda

@@ -104,7 +104,7 @@ struct TensorTiles {
   /// Tile row of the warp's row i.
   static __device__ __forceinline__ int warp_row(int i) {
     if constexpr (kSpread) {
-      return i % kKeysOfCounter * 16 + warp() * kWarpResidues + i / kKeysOfCounter;
+      return spread_row<kRows>(warp(), i);
     } else {
       return warp() * kWarpRows + i;
     }
@@ -163,15 +163,15 @@ struct TensorTiles {
 
   // ---- Memory ----
 
-  using RowTile = SharedTile<T, kRows, kDim, kThreads>;
+  using RowTile = SharedTile<T, kRows, kDim, kThreads, kSpread>;
   using ColumnTile = SharedTile<T, kColumns, kDim, kThreads>;
   static constexpr int kRowTileBytes = RowTile::kElements * static_cast<int>(sizeof(T));
   static constexpr int kColumnTileBytes = ColumnTile::kElements * static_cast<int>(sizeof(T));
 
-  // Matrices of (l, s) pass through shared memory 16 rows at a time. The pitch puts the four columns that neighbouring
+  // Matrices of (l, s) pass through shared memory 8 rows at a time. The pitch puts the four columns that neighbouring
   // lanes read in different banks.
-  static constexpr int kStageRows = 16;
-  static constexpr int kStageSlots = 2;
+  static constexpr int kStageRows = 8;
+  static constexpr int kStageSlots = 1;
   static constexpr int kStagePitch = kColumns + 8;
   static constexpr int kStageElements = kStageRows * kStagePitch;
 
@@ -240,7 +240,7 @@ struct TensorTiles {
     clear(scores);
     const int lane_here = made_here(lane());
     // ldmatrix of the left operand: lanes 0-15 name the rows of the first eight columns, 16-31 of the next eight.
-    const SharedAddress left_first = chunk_address(left.stage(0), warp_row(lane_here % 16), lane_here / 16);
+    const SharedAddress left_first = chunk_address(left.stage(0), warp() * kWarpRows + lane_here % 16, lane_here / 16);
     // Of the right one: 16 rows (two of mma's column blocks), the first eight columns and the next.
     const SharedAddress right_first =
         chunk_address(right.stage(stage), lane_here % 8 + lane_here / 16 * 8, lane_here / 8 % 2);

@@ -31,7 +31,7 @@ struct WeightsMemory {
 };
 
 template <typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads)
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     attention_weights_kernel(const __grid_constant__ WeightsCall weights) {
   using Sum = typename Tiles::Sum;
   using Memory = WeightsMemory<Tiles>;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   typename Tiles::Scores total;
   Tiles::clear(total);
   for (place.h = first_head; place.h < last_head; ++place.h) {
-    const TileKind kind = tile_kind(call, place, Tiles::kRows, Tiles::kColumns);
+    const TileKind kind = tile_kind<false>(call, place, Tiles::kRows, Tiles::kColumns);
     if (kind == TileKind::kHidden) continue;
     typename Tiles::RowTile queries(
         matrix_of<Tiles>(problem.query, place.n, place.h, call.sizes.queries, call.sizes.head_dim),
