@@ -5,7 +5,7 @@
 #include "cuda/run.h"
 
 #include <algorithm>
-#include <cmath>
+#include <limits>
 #include <numbers>
 #include <stdexcept>
 #include <string>
@@ -81,9 +81,12 @@ bool has_float_mask(const AttentionProblem& problem) {
   return is_float_mask(problem.key_padding_mask) || is_float_mask(problem.attn_mask);
 }
 
-/// Maxima of bare products stand for maxima of scores only where the scale is positive, and nothing is added.
+/// Where nothing is added, scores are scaled as exp2 is taken. The scale must be positive then, for maxima of bare
+/// products to be maxima of scores, and a number that float has, for hidden scores of -inf to stay that.
 bool scores_are_scaled_first(const AttentionProblem& problem) {
-  return has_float_mask(problem) || !(problem.scale > 0.0) || std::isinf(problem.scale);
+  const double factor = problem.scale * std::numbers::log2e;
+  return has_float_mask(problem) || !(factor >= std::numeric_limits<float>::min()) ||
+         factor > std::numeric_limits<float>::max();
 }
 
 ForwardKernels tensor_forward(const AttentionProblem& problem) {
