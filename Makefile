@@ -32,7 +32,7 @@ PACKAGE_SOURCES := CMakeLists.txt setup.py pyproject.toml \
 	$(shell find cmake csrc python/fused_mha -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' \
 	-o -name '*.txt' -o -name '*.cmake' -o -name '*.in' -o -name '*.py' -o -name '*.pyi' -o -name py.typed \) \
 	-not -path '*/fused_mha/share/*' -not -path 'python/fused_mha/include/*')
-CPP_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES := $(shell find csrc tests benchmarks examples -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo examples test test-python test-cpp test-package build bench lint format sanitize clean FORCE
 .DEFAULT_GOAL := build
@@ -47,6 +47,7 @@ examples: build $(STAMPS)/examples
 	$(PYTHON) examples/sentence_search.py
 	$(PYTHON) examples/atom_maps.py
 	$(PYTHON) examples/alignment.py
+	$(PYTHON) examples/cpp_serving/run.py
 
 bench: build $(STAMPS)/demo
 	$(PYTHON) benchmarks/bench.py

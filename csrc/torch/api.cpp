@@ -3,6 +3,7 @@
 // The public attention operators, composites of the private ones, and the C++ functions that call them.
 #include <fused_mha/additive_attention.h>
 #include <fused_mha/attention.h>
+#include <fused_mha/version.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -153,6 +154,8 @@ at::Tensor attention_varlen_composite(const at::Tensor& query, const at::Tensor&
 
 }  // namespace
 }  // namespace detail
+
+const char* version() { return FUSED_MHA_VERSION; }
 
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const AttentionOptions& options) {

@@ -1,44 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """C++ projects that use the library in each way that a user may, built and run."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import fused_mha
 import pytest
 import torch
+from consumers import PREFIXES, TORCH_FOLDER, build, environment_without_cuda, run
 
 HERE = Path(__file__).resolve().parent
-TORCH_FOLDER = Path(torch.__file__).parent
-JOBS = os.environ.get("MAX_JOBS", "1")
-
-
-def environment_without_cuda() -> dict[str, str]:
-    """No variable and no PATH entry that leads to a CUDA toolkit, nor to a Python that has torch."""
-    environment = {name: value for name, value in os.environ.items() if "CUDA" not in name and "TORCH" not in name}
-    folders = environment["PATH"].split(os.pathsep)
-    environment["PATH"] = os.pathsep.join(folder for folder in folders if not (Path(folder) / "nvcc").exists())
-    for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH", "CPATH", "CMAKE_PREFIX_PATH"):
-        environment.pop(name, None)
-    return environment
-
-
-def run(*command: str | Path, **kwargs: object) -> str:
-    result = subprocess.run(
-        [str(part) for part in command], env=environment_without_cuda(), text=True, capture_output=True, **kwargs
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-def build(source: Path, folder: Path, *arguments: str) -> str:
-    """Configures and builds; returns what configuring printed."""
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    log = run("cmake", "-S", source, "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *generator, *arguments)
-    run("cmake", "--build", folder, "-j", JOBS)
-    return log
 
 
 def check_consumer(program: Path) -> None:
@@ -66,8 +37,7 @@ def check_state(program: Path, folder: Path) -> None:
 
 
 def test_find_package_of_the_installed_python_package(tmp_path: Path) -> None:
-    prefix = f"{fused_mha.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
-    build(HERE / "find_package", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", "-DLOAD_STATE=ON")
+    build(HERE / "find_package", tmp_path, PREFIXES, "-DLOAD_STATE=ON")
     check_consumer(tmp_path / "consumer")
     check_state(tmp_path / "load_state", tmp_path)
 
