@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Dependencies point one way: core <- cpu <- torch <- python. The kernels know no torch, and core knows no kernels.
+# Dependencies point one way: core <- cpu, cuda <- torch <- python. The kernels know no torch, and core knows no kernels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,6 +19,8 @@ forbid() { # forbid PATTERN FOLDER...: no include of PATTERN under the folders
 
 forbid 'torch|ATen|c10|caffe2|pybind11|fused_mha' csrc/core csrc/cpu csrc/cuda
 forbid 'cpu|cuda' csrc/core
+forbid 'cuda' csrc/cpu
+forbid 'cpu' csrc/cuda
 forbid 'core|cpu|cuda' csrc/include
 forbid 'pybind11' csrc/torch csrc/include
 exit $status

@@ -8,5 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 find csrc -name '*.cpp' ! -name 'kernels_*.cpp' -o -name kernels_generic.cpp |
-  while read -r unit; do grep -q "/$unit\"" "$1/compile_commands.json" && printf '%s\0' "$unit"; done |
+  while read -r unit; do
+    if grep -q "/$unit\"" "$1/compile_commands.json"; then printf '%s\0' "$unit"; fi
+  done |
   xargs -0 -n 1 -P "$2" clang-tidy --quiet -p "$1" --extra-arg=-fno-openmp 2> >(grep -v " warnings\? generated" >&2)
