@@ -80,8 +80,8 @@ std::tuple<at::Tensor, at::Tensor> run_attention(const char* op, AttentionArgume
 
 std::tuple<at::Tensor, at::Tensor> run_additive_attention(const char* op, AttentionArguments arguments,
                                                           const at::Tensor& score_weight) {
+  check_not_cuda(op, arguments.query);
   check_given(op, arguments);
-  check_additive_device(op, arguments.query);
   return run_with_four_dimensions(op, std::move(arguments), [&](const AttentionArguments& four_dimensional) {
     check_score_weight(op, four_dimensional, score_weight);
     return call_additive_forward(four_dimensional, score_weight);
@@ -143,6 +143,7 @@ at::Tensor attention_varlen_composite(const at::Tensor& query, const at::Tensor&
                                       double dropout_p, std::optional<double> scale, std::string_view causal_alignment,
                                       const OptionalTensor& sink) {
   constexpr const char* kOp = "attention_varlen";
+  check_not_cuda(kOp, query);
   VarlenArguments arguments{query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, dropout_p};
   arguments.bottom_right = is_bottom_right(kOp, causal_alignment);
   if (has_tensor(sink)) arguments.sink = sink;

@@ -377,9 +377,9 @@ void check_backward(const char* op, const AttentionArguments& a, const BackwardA
   }
 }
 
-void check_additive_device(const char* op, const at::Tensor& query) {
+void check_not_cuda(const char* op, const at::Tensor& query) {
   TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), at_argument(op, "query"), "must be on the CPU, got ", query.device(),
-                              ". Additive scores have no CUDA kernel");
+                              ". This operator has no CUDA kernel");
 }
 
 void check_score_weight(const char* op, const AttentionArguments& a, const at::Tensor& score_weight) {

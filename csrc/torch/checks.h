@@ -44,8 +44,8 @@ void check_forward(const char* op, const AttentionArguments& arguments);
 void check_backward(const char* op, const AttentionArguments& arguments, const BackwardArguments& backward,
                     const GradientMask& wanted);
 
-/// No CUDA device: additive scores have no kernel there.
-void check_additive_device(const char* op, const at::Tensor& query);
+/// For operators that have no CUDA kernel in any build.
+void check_not_cuda(const char* op, const at::Tensor& query);
 
 /// score_weight of an additive call: (D) or (H, D), beside arguments that passed check_given and check_shapes.
 void check_score_weight(const char* op, const AttentionArguments& arguments, const at::Tensor& score_weight);

@@ -22,18 +22,19 @@
 namespace fused_mha::detail {
 namespace {
 
+/// Makes the device current in the CUDA runtime that is linked here, which is not PyTorch's own and has its own idea of
+/// it; returns the stream that is current there for PyTorch.
+cudaStream_t enter_device(c10::Device device) {
+  const auto error = cudaSetDevice(device.index());
+  TORCH_CHECK(error == cudaSuccess, "fused_mha: ", device, ": ", cudaGetErrorString(error));
+  return static_cast<cudaStream_t>(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device).native_handle());
+}
+
 /// The device of `like` made current, and the stream that is current there.
 class CudaCall {
  public:
   explicit CudaCall(const at::Tensor& like)
-      : guard_(like.device()),
-        stream_(
-            static_cast<cudaStream_t>(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(like.device()).native_handle())),
-        bytes_(like.options().dtype(at::kByte)) {
-    // The runtime linked here is not PyTorch's own, and has its own idea of the current device.
-    const auto error = cudaSetDevice(like.device().index());
-    TORCH_CHECK(error == cudaSuccess, "fused_mha: ", like.device(), ": ", cudaGetErrorString(error));
-  }
+      : guard_(like.device()), stream_(enter_device(like.device())), bytes_(like.options().dtype(at::kByte)) {}
 
   cudaStream_t stream() const { return stream_; }
 

@@ -64,7 +64,6 @@ PUBLIC = {
     "attention_with_weights": lambda: ops.attention_with_weights(hollow(*QUERY), hollow(*KEY), hollow(*KEY)),
     "attention_with_lse": lambda: ops.attention_with_lse(hollow(*QUERY), hollow(*KEY), hollow(*KEY)),
     "multi_head_attention_forward": lambda: multi_head(hollow(*MODULE)),
-    "additive_attention": lambda: ops.additive_attention(hollow(*QUERY), hollow(*KEY), hollow(*KEY), hollow(D)),
 }
 
 
@@ -79,16 +78,26 @@ def backward() -> object:
     return ops._attention_backward(*tensors, False, 0.0, 1.0, None, 0, 0, [True] * 3 + [False] * 3)
 
 
+def packed() -> tuple[torch.Tensor, ...]:
+    ends = hollow(N + 1, dtype=torch.int32)
+    return hollow(N * L, H, D), hollow(N * S, H, D), hollow(N * S, H, D), ends, ends
+
+
 PRIVATE = {
     "_attention_forward": forward,
     "_attention_backward": backward,
     "dropout_mask": lambda: ops.dropout_mask(hollow(2, dtype=torch.int64), N, H, L, S, 0.5),
 }
-#: Those that have no CUDA kernel in any build.
+#: Those that have no CUDA kernel in any build, public and private.
 CPU_ONLY = {
+    "additive_attention": lambda: ops.additive_attention(hollow(*QUERY), hollow(*KEY), hollow(*KEY), hollow(D)),
+    "attention_varlen": lambda: ops.attention_varlen(*packed()),
+}
+CPU_ONLY_PRIVATE = {
     "_additive_attention_forward": lambda: ops._additive_attention_forward(
         hollow(*QUERY), hollow(*KEY), hollow(*KEY), hollow(D), None, None, False, 0.0, None, 0
     ),
+    "_varlen_forward": lambda: ops._varlen_forward(*packed(), False, 0.0, 1.0, None, False, None),
     "_mask_tiles": lambda: ops._mask_tiles(hollow(*QUERY), hollow(*KEY), None, None, False),
 }
 
@@ -125,23 +134,24 @@ def test_a_build_without_cuda_refuses_to_trace_for_it() -> None:
 @pytest.mark.usefixtures("to_the_kernels")
 @pytest.mark.parametrize("name", CPU_ONLY)
 def test_operators_without_a_cuda_kernel_say_so(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^fused_mha::{name}: has no CUDA kernel. Hint: move its tensors"):
+    expected = f"^fused_mha::{name}: query must be on the CPU, got cuda:0. This operator has no CUDA kernel"
+    with pytest.raises(NotImplementedError, match=expected):
         CPU_ONLY[name]()
 
 
-@cuda_build
 @pytest.mark.usefixtures("to_the_kernels")
-def test_additive_attention_is_refused_where_it_is_called() -> None:
-    with pytest.raises(NotImplementedError, match=r"^fused_mha::additive_attention: query must be on the CPU, got"):
-        PUBLIC["additive_attention"]()
+@pytest.mark.parametrize("name", CPU_ONLY_PRIVATE)
+def test_operators_without_a_cuda_kernel_refuse_at_the_kernels_too(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^fused_mha::{name}: has no CUDA kernel. Hint: move its tensors"):
+        CPU_ONLY_PRIVATE[name]()
 
 
 @cuda_build
 @no_gpu
 @pytest.mark.usefixtures("to_the_kernels")
-@pytest.mark.parametrize("name", [*(name for name in PUBLIC if name != "additive_attention"), *PRIVATE])
+@pytest.mark.parametrize("name", [*PUBLIC, *PRIVATE])
 def test_without_a_gpu_calls_fail_and_do_no_harm(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"(?i)nvidia driver|CUDA"):
+    with pytest.raises(RuntimeError, match=r"(?i)nvidia driver|fused_mha: cuda:0: "):
         (PUBLIC | PRIVATE)[name]()
 
 
