@@ -212,7 +212,7 @@ def sentences(quick: bool) -> Pair:
     """transformers: a trained sentence encoder on paragraphs of uneven length; sentence_search.py has the whole job."""
     import sentence_search
 
-    batch = 8 if quick else 64
+    batch = 8 if quick else 32
     stock, fused = sentence_search.two_encoders(batch)
     (tokens,) = stock.tokens(sentence_search.paragraphs()[:batch])
     kept = tokens["attention_mask"].bool()

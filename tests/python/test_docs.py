@@ -36,3 +36,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert not broken
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    assert index == {page.name for page in PAGES[1:]} - {"index.md"}

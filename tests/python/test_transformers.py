@@ -209,6 +209,26 @@ def test_t5_reads_its_position_bias_beside_the_padding(monkeypatch: pytest.Monke
     assert {tuple(m.shape) for m in seen.masks} == {(2, 1, 1, 7), (2, 5)}
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gpt_oss_has_its_sinks(side: str) -> None:
+    """In layers with a window and in whole ones. Every expert is used, so that rounding chooses none."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**LLAMA, **experts, head_dim=8, sliding_window=3, pad_token_id=0)
+    eager, fused = pair(config, transformers.GptOssModel)
+    with torch.no_grad():
+        for model in (eager, fused):
+            for i, layer in enumerate(model.layers):
+                layer.self_attn.sinks.copy_(torch.linspace(-1.0, 2.0, 4) + i)
+    inputs = padded([9, 6], side)
+    results = []
+    for model in (fused, eager):  # the experts' products are not to be had in float64
+        output = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+        output.square().mean().backward()
+        results.append((output, *(layer.self_attn.sinks.grad for layer in model.layers)))
+    assert all(gradient.all() for gradient in results[0][1:])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_mask_of_the_users_own(kind: str) -> None:
     """Four dimensions pass through the mask interface; True keeps, as this library has it."""

@@ -11,7 +11,8 @@ or ``model.set_attn_implementation("fused_mha")`` for a model that exists. What 
   keys are not read. Windows, packed sequences and caches that are not aligned with the query still need such a mask;
   it is bool and has no heads;
 * a position bias (T5, MPNet, ...) is read beside the padding mask, not merged with it;
-* grouped queries are read as they are, without repeating keys and values;
+* grouped queries are read as they are, without repeating keys and values; sinks (GPT-OSS) are one number a head, not
+  another column of scores;
 * ``model(..., output_attentions=True)`` returns the weights, after dropout, with the same kernels.
 """
 
@@ -28,7 +29,7 @@ _attention_op = torch.ops.fused_mha.attention.default
 _attention_with_weights_op = torch.ops.fused_mha.attention_with_weights.default
 
 # What some models hand to their attention, and what would be silently lost.
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
+_UNSUPPORTED = ("softcap", "sinks", "indices", "block_indices")
 
 
 def register(name: str = "fused_mha") -> None:
@@ -56,6 +57,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a model calls for its attention.
@@ -68,6 +70,7 @@ def attention(
             leaves ``is_causal`` to decide.
         dropout, scaling: as the operator's ``dropout_p`` and ``scale``.
         position_bias: added to the scores; broadcasts to (N, H, L, S).
+        s_aux: the operator's ``sink``, (H), learned in GPT-OSS and its like.
         kwargs: ``output_attentions`` asks for the weights. What attention of other kinds needs raises ValueError;
             the rest is for other implementations.
 
@@ -100,6 +103,7 @@ def attention(
         "is_causal": causal and query.size(2) > 1,
         "dropout_p": dropout,
         "scale": scaling,
+        "sink": s_aux,
     }
     if kwargs.get("output_attentions"):
         output, weights = _attention_with_weights_op(*arguments, average_attn_weights=False, **options)
