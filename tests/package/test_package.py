@@ -42,6 +42,44 @@ def test_find_package_of_the_installed_python_package(tmp_path: Path) -> None:
     check_state(tmp_path / "load_state", tmp_path)
 
 
+class Attentions(torch.nn.Module):
+    """Both kinds, with options and masks, so that a package has operators with arguments of every type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multihead = fused_mha.MultiheadAttention(
+            12, 4, batch_first=True, num_kv_heads=2, causal_alignment="bottom_right", sink="learned"
+        )
+        self.additive = fused_mha.AdditiveAttention(12, 7, 8)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, weights = self.multihead(x, x, x, is_causal=True)
+        context, alignment = self.additive(y, memory, memory, padding, need_weights=True)
+        return y, weights, context, alignment
+
+
+def test_a_package_of_aotinductor_runs_in_python_and_in_cpp(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attentions().eval()
+    torch.nn.init.normal_(model.multihead.sink)
+    n, length, s = (torch.export.Dim(name, min=2, max=64) for name in "nls")
+    example = (torch.randn(3, 5, 12), torch.randn(3, 6, 7), torch.zeros(3, 6, dtype=torch.bool))
+    with torch.no_grad():
+        program = torch.export.export(model, example, dynamic_shapes=({0: n, 1: length}, {0: n, 1: s}, {0: n, 1: s}))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    # Other sizes than the example's, and a sample whose keys are all hidden.
+    inputs = [torch.randn(2, 9, 12), torch.randn(2, 11, 7), torch.arange(11) >= torch.tensor([[8], [0]])]
+    expected = [tensor.detach() for tensor in model(*inputs)]
+    assert not expected[2][1].any()
+    torch.testing.assert_close(list(torch._inductor.aoti_load_package(package)(*inputs)), expected)
+
+    prefix = f"{fused_mha.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
+    build(HERE / "find_package", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}", "-DRUN_PACKAGE=ON")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    run(tmp_path / "build" / "run_package", package, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
+    torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected)
+
+
 def test_find_package_finds_the_torch_beside_the_package(tmp_path: Path) -> None:
     if Path(fused_mha.__file__).parents[1] != TORCH_FOLDER.parent:
         pytest.skip("fused_mha and torch are installed in different folders")
