@@ -8,7 +8,7 @@
 
 namespace fused_mha::cpu {
 
-/// Ordered: each set includes those before it. kAvx512Bf16 has no kernels yet; as a cap it allows everything.
+/// Ordered: each set includes those before it.
 enum class Isa : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 /// "generic", "avx2", "avx512", "avx512bf16": the names that FUSED_MHA_MAX_ISA takes.
@@ -23,8 +23,12 @@ Isa best_isa();
 /// All sets from generic up to best_isa().
 std::vector<Isa> supported_isas();
 
-/// The set in use: best_isa() capped by the environment variable FUSED_MHA_MAX_ISA, read once, or what
-/// set_active_isa last chose. An unknown name in the variable raises std::invalid_argument at the first call.
+/// best_isa(), or the one before it where bfloat16 products are slower than widening to float.
+Isa quickest_isa();
+
+/// The set in use: what set_active_isa last chose; before that quickest_isa(), or with the environment variable
+/// FUSED_MHA_MAX_ISA, read once, the best set up to the one that it names. An unknown name raises std::invalid_argument
+/// at the first call.
 Isa active_isa();
 
 /// Makes `isa` the set in use for all threads. Throws std::invalid_argument where the processor lacks it.

@@ -157,10 +157,12 @@ struct KernelTable {
 struct IsaKernels {
   KernelTable single;         // sums in float
   KernelTable double_single;  // sums in double
+  KernelTable bfloat16;       // for bfloat16 tensors, sums in float
 };
 
 const IsaKernels& kernels_generic();
 const IsaKernels& kernels_avx2();
 const IsaKernels& kernels_avx512();
+const IsaKernels& kernels_avx512bf16();
 
 }  // namespace fused_mha::cpu

@@ -47,6 +47,10 @@ constexpr double kSerialWork = 3e5;
 
 const IsaKernels& active_kernels() {
   switch (active_isa()) {
+#if defined(FUSED_MHA_HAS_AVX512BF16)
+    case Isa::kAvx512Bf16:
+      return kernels_avx512bf16();
+#endif
 #if defined(FUSED_MHA_HAS_AVX512)
     case Isa::kAvx512:
       return kernels_avx512();
@@ -62,7 +66,8 @@ const IsaKernels& active_kernels() {
 
 const KernelTable& kernels_for(DType dtype) {
   const IsaKernels& kernels = active_kernels();
-  return dtype == DType::kFloat64 ? kernels.double_single : kernels.single;
+  if (dtype == DType::kFloat64) return kernels.double_single;
+  return dtype == DType::kBFloat16 ? kernels.bfloat16 : kernels.single;
 }
 
 std::size_t accumulator_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }

@@ -401,7 +401,7 @@ static void additive_forward_tile(const AdditiveForwardPlan& plan, AdditiveForwa
     add_visible_values<T>(mask, scratch.tile, block.rows, scratch.values, scratch.keys.count, scratch.padded_dv,
                           rows.output);
   } else {
-    clear_rows_behind<T, kForwardKeys>(scratch.tile, block.rows, scratch.keys.count);
+    clear_rows_behind<kForwardKeys>(scratch.tile, block.rows, scratch.keys.count);
     rank_update<T, kForwardKeys, 1>(scratch.tile, block.rows, scratch.values, scratch.padded_dv, scratch.keys.count,
                                     rows.output, true);
   }

@@ -22,15 +22,15 @@
 namespace fused_mha::cpu::FUSED_MHA_ISA {
 
 /// One block of rows, packed in both forms.
-template <typename T>
+template <typename T, typename F = T>
 struct GradRows {
   RowBlock block;
-  T* queries = nullptr;  // [D][kBlockRows], times query_factor
-  T* grads = nullptr;    // [Dv][kBlockRows]
-  T* packed_queries = nullptr;
-  T* packed_grads = nullptr;
-  const T* query_rows = nullptr;  // [rows][padded D]: packed_queries, or the caller's own memory
-  const T* grad_rows = nullptr;   // [rows][padded Dv]: packed_grads, or the caller's own memory
+  F* queries = nullptr;  // [factors of D][kBlockRows], times query_factor unless they are pairs
+  F* grads = nullptr;    // [factors of Dv][kBlockRows]
+  F* packed_queries = nullptr;
+  F* packed_grads = nullptr;
+  const F* query_rows = nullptr;  // [factors of rows][padded D]: packed_queries, or the caller's own memory
+  const F* grad_rows = nullptr;   // [factors of rows][padded Dv]: packed_grads, or the caller's own memory
   T* query_grad = nullptr;        // [kBlockRows][padded D], sums
   T row_max[kBlockRows];          // 0 where the row saw nothing
   T reciprocal[kBlockRows];       // 1 / row_sum, 0 where the row saw nothing
@@ -41,13 +41,13 @@ struct GradRows {
   bool not_finite = false;
 };
 
-template <typename T>
+template <typename T, typename F = T>
 struct GradKeys {
   KeySpan keys;
-  T* keys_transposed = nullptr;    // [group][D][kGroupKeys]
-  T* values_transposed = nullptr;  // [group][Dv][kGroupKeys]
-  T* packed_keys = nullptr;        // [kBackwardKeys][padded D]
-  const T* key_rows = nullptr;     // [keys][padded D]: packed_keys, or the caller's own memory
+  F* keys_transposed = nullptr;    // [group][factors of D][kGroupKeys]
+  F* values_transposed = nullptr;  // [group][factors of Dv][kGroupKeys]
+  F* packed_keys = nullptr;        // [factors of kBackwardKeys][padded D]
+  const F* key_rows = nullptr;     // [factors of keys][padded D]: packed_keys, or the caller's own memory
   T* key_grad = nullptr;           // [kBackwardKeys][padded D]
   T* value_grad = nullptr;         // [kBackwardKeys][padded Dv]
   T* bias_grad = nullptr;          // [kBackwardKeys]
@@ -55,16 +55,23 @@ struct GradKeys {
   bool keys_not_finite = false;
 };
 
-/// The weights of a tile and the gradients of its scores, rows kBackwardKeys apart.
-template <typename T>
+/// Pairs of keys of a step.
+inline constexpr std::int64_t kKeyPairs = kBackwardKeys / 2;
+
+/// The weights of a tile and the gradients of its scores, rows kBackwardKeys apart; as pairs also what the rank updates
+/// multiply.
+template <typename T, typename F = T>
 struct GradTile {
   T* weights = nullptr;
   T* score_grads = nullptr;
-  T* best = nullptr;  // maxima that score_group and mask_tile leave, which nobody needs here
+  F* weight_pairs = nullptr;          // [pairs of rows][kBackwardKeys]
+  F* score_grad_pairs = nullptr;      // [pairs of rows][kBackwardKeys]
+  F* score_grad_key_pairs = nullptr;  // [kBlockRows][kKeyPairs]
+  T* best = nullptr;                  // maxima that score_group and mask_tile leave, which nobody needs here
   TileMask<kBackwardKeys>* mask = nullptr;
 };
 
-template <typename T>
+template <typename T, typename F = T>
 struct BackwardSizes {
   std::int64_t padded_d = 0;
   std::int64_t padded_dv = 0;
@@ -74,31 +81,31 @@ struct BackwardSizes {
   explicit BackwardSizes(const core::AttentionProblem& problem)
       : padded_d(round_up(problem.head_dim, kLanes<T>)),
         padded_dv(round_up(problem.value_dim, kLanes<T>)),
-        queries(kBlockRows * problem.head_dim),
-        grads(kBlockRows * problem.value_dim) {}
+        queries(kBlockRows * factors_of<F>(problem.head_dim)),
+        grads(kBlockRows * factors_of<F>(problem.value_dim)) {}
 };
 
-template <typename T>
-static void take_rows(Arena& arena, const BackwardSizes<T>& sizes, bool with_grad, GradRows<T>* rows,
+template <typename T, typename F>
+static void take_rows(Arena& arena, const BackwardSizes<T, F>& sizes, bool with_grad, GradRows<T, F>* rows,
                       std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
-    GradRows<T> carved;
-    carved.queries = arena.take<T>(sizes.queries);
-    carved.packed_queries = arena.take<T>(kBlockRows * sizes.padded_d);
-    carved.grads = arena.take<T>(sizes.grads);
-    carved.packed_grads = arena.take<T>(kBlockRows * sizes.padded_dv);
+    GradRows<T, F> carved;
+    carved.queries = arena.take<F>(sizes.queries);
+    carved.packed_queries = arena.take<F>(factors_of<F>(kBlockRows) * sizes.padded_d);
+    carved.grads = arena.take<F>(sizes.grads);
+    carved.packed_grads = arena.take<F>(factors_of<F>(kBlockRows) * sizes.padded_dv);
     if (with_grad) carved.query_grad = arena.take<T>(kBlockRows * sizes.padded_d);
     if (rows != nullptr) rows[i] = carved;
   }
 }
 
-template <typename T>
-static GradKeys<T> take_keys(Arena& arena, const CallConstants& call, const BackwardSizes<T>& sizes) {
+template <typename T, typename F>
+static GradKeys<T, F> take_keys(Arena& arena, const CallConstants& call, const BackwardSizes<T, F>& sizes) {
   const core::AttentionProblem& problem = *call.problem;
-  GradKeys<T> keys;
-  keys.keys_transposed = arena.take<T>(kBackwardKeys * problem.head_dim);
-  keys.values_transposed = arena.take<T>(kBackwardKeys * problem.value_dim);
-  keys.packed_keys = arena.take<T>(kBackwardKeys * sizes.padded_d);
+  GradKeys<T, F> keys;
+  keys.keys_transposed = arena.take<F>(kBackwardKeys * factors_of<F>(problem.head_dim));
+  keys.values_transposed = arena.take<F>(kBackwardKeys * factors_of<F>(problem.value_dim));
+  keys.packed_keys = arena.take<F>(factors_of<F>(kBackwardKeys) * sizes.padded_d);
   keys.key_grad = arena.take<T>(kBackwardKeys * sizes.padded_d);
   keys.value_grad = arena.take<T>(kBackwardKeys * sizes.padded_dv);
   keys.bias_grad = arena.take<T>(kBackwardKeys);
@@ -106,44 +113,40 @@ static GradKeys<T> take_keys(Arena& arena, const CallConstants& call, const Back
   return keys;
 }
 
-template <typename T>
-static GradTile<T> take_tile(Arena& arena) {
-  GradTile<T> tile;
+template <typename T, typename F = T>
+static GradTile<T, F> take_tile(Arena& arena) {
+  GradTile<T, F> tile;
   tile.weights = arena.take<T>(kBlockRows * kBackwardKeys);
   tile.score_grads = arena.take<T>(kBlockRows * kBackwardKeys);
+  if constexpr (kIsPair<F>) {
+    tile.weight_pairs = arena.take<F>(kBlockRows / 2 * kBackwardKeys);
+    tile.score_grad_pairs = arena.take<F>(kBlockRows / 2 * kBackwardKeys);
+    tile.score_grad_key_pairs = arena.take<F>(kBlockRows * kKeyPairs);
+  }
   tile.best = arena.take<T>(kBlockRows * kLanes<T>);
   tile.mask = arena.take<TileMask<kBackwardKeys>>(1);
   return tile;
 }
 
-/// Rows [rows.count][padded]: in place where they lie so, else packed into `packed`.
-template <typename T>
-static const T* rows_where_they_lie(const Matrix& from, const KeySpan& rows, std::int64_t columns, std::int64_t padded,
-                                    T* packed) {
-  if (const T* in_place = rows_in_place<T>(from, rows, columns)) return in_place;
-  pack_rows<T>(from, rows, columns, padded, rows.count, T{1}, packed);
-  return packed;
-}
-
-template <typename T>
-static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const RowBlock& block,
-                           GradRows<T>& rows) {
+template <typename T, typename F>
+static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, const RowBlock& block,
+                           GradRows<T, F>& rows) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const KeySpan span{nullptr, block.row_begin, block.rows};
   const Matrix query = matrix_of(problem.query, block.n, block.h);
   rows.block = block;
   for (DropoutGroup& group : rows.dropout) group.group = -1;
   const std::int64_t width = score_rows_read(block.rows);
-  rows.not_finite = pack_transposed<T, kBlockRows>(query, span, problem.head_dim,
-                                                   static_cast<T>(plan.call.query_factor), rows.queries, width);
+  rows.not_finite = pack_transposed_factors<T, kBlockRows>(query, span, problem.head_dim,
+                                                           static_cast<T>(plan.call.query_factor), rows.queries, width);
   rows.query_rows = rows_where_they_lie<T>(query, span, problem.head_dim, sizes.padded_d, rows.packed_queries);
   if (plan.inputs.grad_output) {
     const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
-    rows.not_finite |= pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads, width);
+    rows.not_finite |= pack_transposed_factors<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads, width);
     rows.grad_rows = rows_where_they_lie<T>(grad, span, problem.value_dim, sizes.padded_dv, rows.packed_grads);
   } else {
-    for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = T{0};
-    for (std::int64_t i = 0; i < kBlockRows * sizes.padded_dv; ++i) rows.packed_grads[i] = T{0};
+    for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = F{};
+    for (std::int64_t i = 0; i < factors_of<F>(kBlockRows) * sizes.padded_dv; ++i) rows.packed_grads[i] = F{};
     rows.grad_rows = rows.packed_grads;
   }
   const std::int64_t statistic = (block.n * problem.heads + block.h) * problem.query_length + block.row_begin;
@@ -157,9 +160,9 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T>& siz
   rows.packed = true;
 }
 
-template <typename T>
-static void pack_grad_keys(const CallConstants& call, const BackwardSizes<T>& sizes, std::int64_t n,
-                           std::int64_t kv_head, GradKeys<T>& tile) {
+template <typename T, typename F>
+static void pack_grad_keys(const CallConstants& call, const BackwardSizes<T, F>& sizes, std::int64_t n,
+                           std::int64_t kv_head, GradKeys<T, F>& tile) {
   const core::AttentionProblem& problem = *call.problem;
   const Matrix key = matrix_of(problem.key, n, kv_head);
   tile.keys_not_finite = pack_key_groups<T>(key, tile.keys, problem.head_dim, tile.keys_transposed);
@@ -184,16 +187,17 @@ static void load_weight_grads(const BackwardPlan& plan, const RowBlock& block, s
 }
 
 /// Scores of the tile's visible groups, masked, into tile.weights.
-template <typename T>
-static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, const GradKeys<T>& keys,
-                            GradTile<T>& tile, Prefetcher& prefetcher) {
-  const std::int64_t depth = call.problem->head_dim;
+template <typename T, typename F>
+static void score_grad_tile(const CallConstants& call, const GradRows<T, F>& rows, const GradKeys<T, F>& keys,
+                            GradTile<T, F>& tile, Prefetcher& prefetcher) {
+  const std::int64_t depth = factors_of<F>(call.problem->head_dim);
+  const T factor = static_cast<T>(call.query_factor);
   if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
     score_group<T, false, kBackwardKeys>(
         rows.queries, rows.block.rows, keys.keys_transposed + group * kGroupKeys * depth,
-        keys.keys.count - group * kGroupKeys, depth, tile.weights + group * kGroupKeys, tile.best, prefetcher);
+        keys.keys.count - group * kGroupKeys, depth, factor, tile.weights + group * kGroupKeys, tile.best, prefetcher);
   }
   if (tile.mask->any_mixed) {
     mask_tile<T, kBackwardKeys>(call, rows.block, keys.keys, keys.key_bias, tile.weights, tile.best, *tile.mask);
@@ -201,9 +205,9 @@ static void score_grad_tile(const CallConstants& call, const GradRows<T>& rows, 
 }
 
 /// Z * P and dS of one row, in place of scores and dO V^T.
-template <typename T, bool kUnitIsOne>
-FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& rows, std::int64_t row,
-                                   const GradKeys<T>& keys, const std::uint32_t* keep, GradTile<T>& tile) {
+template <typename T, typename F, bool kUnitIsOne>
+FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T, F>& rows, std::int64_t row,
+                                   const GradKeys<T, F>& keys, const std::uint32_t* keep, GradTile<T, F>& tile) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
   const Vec<T> unit = broadcast<T>(static_cast<T>(plan.call.unit));
   const Vec<T> reference = broadcast<T>(rows.row_max[row]);
@@ -248,11 +252,11 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T>& 
 }
 
 /// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
-template <typename T>
-static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const GradKeys<T>& keys, GradTile<T>& tile,
-                          Prefetcher& prefetcher) {
+template <typename T, typename F>
+static void gradient_tile(const BackwardPlan& plan, GradRows<T, F>& rows, const GradKeys<T, F>& keys,
+                          GradTile<T, F>& tile, Prefetcher& prefetcher) {
   const CallConstants& call = plan.call;
-  const std::int64_t value_depth = call.problem->value_dim;
+  const std::int64_t value_depth = factors_of<F>(call.problem->value_dim);
   score_grad_tile<T>(call, rows, keys, tile, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) {
@@ -265,7 +269,7 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
     } else {
       score_group<T, false, kBackwardKeys>(rows.grads, rows.block.rows,
                                            keys.values_transposed + group * kGroupKeys * value_depth,
-                                           keys.keys.count - group * kGroupKeys, value_depth,
+                                           keys.keys.count - group * kGroupKeys, value_depth, T{1},
                                            tile.score_grads + group * kGroupKeys, tile.best, prefetcher);
     }
   }
@@ -277,9 +281,9 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T>& rows, const Gra
     }
     const std::uint32_t* bits = call.has_dropout ? keep : nullptr;
     if (call.unit == 1.0) {
-      gradient_row<T, true>(plan, rows, row, keys, bits, tile);
+      gradient_row<T, F, true>(plan, rows, row, keys, bits, tile);
     } else {
-      gradient_row<T, false>(plan, rows, row, keys, bits, tile);
+      gradient_row<T, F, false>(plan, rows, row, keys, bits, tile);
     }
   }
 }
@@ -300,13 +304,13 @@ static KeyHull visible_hull(const TileMask<kBackwardKeys>& mask, std::int64_t ke
 }
 
 /// The three rank updates where an operand is not finite: only visible pairs may meet.
-template <typename T>
-static void accumulate_visible_grads(const BackwardSizes<T>& sizes, GradRows<T>& rows, GradKeys<T>& keys,
-                                     const GradTile<T>& tile) {
-  const auto add = [](T weight, const T* from, std::int64_t count, T* to) {
+template <typename T, typename F>
+static void accumulate_visible_grads(const BackwardSizes<T, F>& sizes, GradRows<T, F>& rows, GradKeys<T, F>& keys,
+                                     const GradTile<T, F>& tile) {
+  const auto add = [](T weight, const F* from, std::int64_t row, std::int64_t count, T* to) {
     const Vec<T> factor = broadcast<T>(weight);
     for (std::int64_t i = 0; i < count; i += kLanes<T>) {
-      store<T>(to + i, fma(factor, load<T>(from + i), load<T>(to + i)));
+      store<T>(to + i, fma(factor, load_row<T>(from, count, row, i), load<T>(to + i)));
     }
   };
   if (!rows.started) {
@@ -315,18 +319,80 @@ static void accumulate_visible_grads(const BackwardSizes<T>& sizes, GradRows<T>&
   for (std::int64_t row = 0; row < rows.block.rows; ++row) {
     for (std::int64_t key = 0; key < keys.keys.count; ++key) {
       if (!tile.mask->sees(row, key)) continue;
-      const T weight = tile.weights[row * kBackwardKeys + key];
-      const T score_grad = tile.score_grads[row * kBackwardKeys + key];
-      add(weight, rows.grad_rows + row * sizes.padded_dv, sizes.padded_dv, keys.value_grad + key * sizes.padded_dv);
-      add(score_grad, rows.query_rows + row * sizes.padded_d, sizes.padded_d, keys.key_grad + key * sizes.padded_d);
-      add(score_grad, keys.key_rows + key * sizes.padded_d, sizes.padded_d, rows.query_grad + row * sizes.padded_d);
+      const T weight = rounded_to<F>(tile.weights[row * kBackwardKeys + key]);
+      const T score_grad = rounded_to<F>(tile.score_grads[row * kBackwardKeys + key]);
+      add(weight, rows.grad_rows, row, sizes.padded_dv, keys.value_grad + key * sizes.padded_dv);
+      add(score_grad, rows.query_rows, row, sizes.padded_d, keys.key_grad + key * sizes.padded_d);
+      add(score_grad, keys.key_rows, key, sizes.padded_d, rows.query_grad + row * sizes.padded_d);
     }
   }
 }
 
+/// Rounds the groups of keys in [begin, end) of a tile to the pairs that the rank updates multiply: along rows for dV
+/// and dK, along keys for dQ. A last row without a partner gets zeros beside it.
 template <typename T>
-static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, GradRows<T>& rows,
-                             GradKeys<T>& keys, const GradTile<T>& tile) {
+static void round_tile(const GradTile<T, BFloat16Pair>& tile, std::int64_t rows, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kStep = kLanes<T>;
+  for (std::int64_t row = 0; row < rows; row += 2) {
+    const bool is_last = row + 1 == rows;
+    const T* weights = tile.weights + row * kBackwardKeys;
+    const T* grads = tile.score_grads + row * kBackwardKeys;
+    BFloat16Pair* weight_pairs = tile.weight_pairs + row / 2 * kBackwardKeys;
+    BFloat16Pair* grad_pairs = tile.score_grad_pairs + row / 2 * kBackwardKeys;
+    BFloat16Pair* key_pairs = tile.score_grad_key_pairs + row * kKeyPairs;
+    const auto put = [](BFloat16Pair* to, Vec<T> pairs) { std::memcpy(to, &pairs, sizeof(pairs)); };
+    for (std::int64_t key = begin; key < end; key += 2 * kStep) {
+      Vec<T> first[2];
+      Vec<T> second[2];
+      for (int v = 0; v < 2; ++v) {
+        const std::int64_t at = key + v * kStep;
+        const Vec<T> weight = is_last ? Vec<T>{} : load<T>(weights + kBackwardKeys + at);
+        put(weight_pairs + at, round_and_interleave(load<T>(weights + at), weight));
+        first[v] = load<T>(grads + at);
+        second[v] = is_last ? Vec<T>{} : load<T>(grads + kBackwardKeys + at);
+        put(grad_pairs + at, round_and_interleave(first[v], second[v]));
+      }
+      put(key_pairs + key / 2, round_to_pairs(first[0], first[1]));
+      put(key_pairs + kKeyPairs + key / 2, round_to_pairs(second[0], second[1]));
+    }
+  }
+}
+
+/// The three rank updates over the keys [begin, begin + count) of a tile.
+template <typename T, typename F>
+static void update_ranks(const BackwardSizes<T, F>& sizes, GradRows<T, F>& rows, GradKeys<T, F>& keys,
+                         const GradTile<T, F>& tile, std::int64_t begin, std::int64_t count) {
+  T* value_grad = keys.value_grad + begin * sizes.padded_dv;
+  T* key_grad = keys.key_grad + begin * sizes.padded_d;
+  const std::int64_t row_steps = factors_of<F>(rows.block.rows);
+  const F* weights = nullptr;
+  const F* score_grads = nullptr;
+  if constexpr (kIsPair<F>) {
+    const std::int64_t first_group = begin / kGroupKeys * kGroupKeys;
+    round_tile<T>(tile, rows.block.rows, first_group, begin + round_up(count, kRankRowQuantum));
+    weights = tile.weight_pairs + begin;
+    score_grads = tile.score_grad_pairs + begin;
+  } else {
+    weights = tile.weights + begin;
+    score_grads = tile.score_grads + begin;
+  }
+  rank_update<T, 1, kBackwardKeys>(weights, count, rows.grad_rows, sizes.padded_dv, row_steps, value_grad, true);
+  rank_update<T, 1, kBackwardKeys>(score_grads, count, rows.query_rows, sizes.padded_d, row_steps, key_grad, true);
+  const F* key_rows = keys.key_rows + factors_of<F>(begin) * sizes.padded_d;
+  const std::int64_t key_steps = factors_of<F>(count);
+  if constexpr (kIsPair<F>) {
+    rank_update<T, kKeyPairs, 1>(tile.score_grad_key_pairs + begin / 2, rows.block.rows, key_rows, sizes.padded_d,
+                                 key_steps, rows.query_grad, rows.started);
+  } else {
+    clear_rows_behind<kBackwardKeys>(tile.score_grads + begin, rows.block.rows, count);
+    rank_update<T, kBackwardKeys, 1>(score_grads, rows.block.rows, key_rows, sizes.padded_d, key_steps, rows.query_grad,
+                                     rows.started);
+  }
+}
+
+template <typename T, typename F>
+static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, GradRows<T, F>& rows,
+                             GradKeys<T, F>& keys, const GradTile<T, F>& tile) {
   if (plan.key_bias_partials != nullptr) {
     for (std::int64_t row = 0; row < rows.block.rows; ++row) {
       for (std::int64_t key = 0; key < kBackwardKeys; key += kLanes<T>) {
@@ -339,23 +405,15 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T>& s
     accumulate_visible_grads<T>(sizes, rows, keys, tile);
   } else {
     const KeyHull hull = visible_hull(*tile.mask, keys.keys.count);
-    const std::int64_t count = hull.end - hull.begin;
-    rank_update<T, 1, kBackwardKeys>(tile.weights + hull.begin, count, rows.grad_rows, sizes.padded_dv, rows.block.rows,
-                                     keys.value_grad + hull.begin * sizes.padded_dv, true);
-    rank_update<T, 1, kBackwardKeys>(tile.score_grads + hull.begin, count, rows.query_rows, sizes.padded_d,
-                                     rows.block.rows, keys.key_grad + hull.begin * sizes.padded_d, true);
-    clear_rows_behind<T, kBackwardKeys>(tile.score_grads + hull.begin, rows.block.rows, count);
-    rank_update<T, kBackwardKeys, 1>(tile.score_grads + hull.begin, rows.block.rows,
-                                     keys.key_rows + hull.begin * sizes.padded_d, sizes.padded_d, count,
-                                     rows.query_grad, rows.started);
+    update_ranks<T>(sizes, rows, keys, tile, hull.begin, hull.end - hull.begin);
   }
   rows.started = true;
 }
 
 /// Adds a tile's dS to attn_mask's gradient, which nobody else adds to meanwhile.
-template <typename T>
+template <typename T, typename F>
 static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, const KeySpan& keys,
-                              const GradTile<T>& tile) {
+                              const GradTile<T, F>& tile) {
   const core::MutableView& to = plan.outputs.grad_attn_mask;
   const std::int64_t n = plan.outputs.attn_mask_sizes[0] == 1 ? 0 : block.n;
   const std::int64_t masked = plan.call.problem->masked_keys();
@@ -375,9 +433,9 @@ static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, c
 }
 
 /// Writes a finished step's key and value gradients to the keys it stands for.
-template <typename T>
-static void store_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
-                            const GradKeys<T>& keys) {
+template <typename T, typename F>
+static void store_key_grads(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, const BackwardItem& item,
+                            const GradKeys<T, F>& keys) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const core::MutableView& key_grad = plan.outputs.grad_key;
   const core::MutableView& value_grad = plan.outputs.grad_value;
@@ -399,9 +457,9 @@ static void store_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& si
 }
 
 /// Keys that key_padding_mask hides get gradient 0.
-template <typename T>
-static void store_hidden_key_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
-                                   GradKeys<T>& keys) {
+template <typename T, typename F>
+static void store_hidden_key_grads(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, const BackwardItem& item,
+                                   GradKeys<T, F>& keys) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const KeySpan& kept = plan.call.masks->kept_keys(item.n);
   if (kept.count == problem.key_length) return;
@@ -419,8 +477,8 @@ static void store_hidden_key_grads(const BackwardPlan& plan, const BackwardSizes
   }
 }
 
-template <typename T>
-static void store_query_grads(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const RowBlock& block,
+template <typename T, typename F>
+static void store_query_grads(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, const RowBlock& block,
                               const T* sums) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const core::MutableView& to = plan.outputs.grad_query;
@@ -430,9 +488,9 @@ static void store_query_grads(const BackwardPlan& plan, const BackwardSizes<T>& 
   }
 }
 
-template <typename T>
-static T* query_partial(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::int64_t n, std::int64_t kv_head,
-                        std::int64_t split, std::int64_t block_index) {
+template <typename T, typename F>
+static T* query_partial(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, std::int64_t n,
+                        std::int64_t kv_head, std::int64_t split, std::int64_t block_index) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const std::int64_t blocks = problem.heads_per_kv_head() * plan.call.blocks_per_head;
   const std::int64_t part = (n * problem.kv_heads + kv_head) * plan.key_splits + split;
@@ -444,36 +502,36 @@ static std::size_t partial_row_elements(const BackwardPlan& plan) {
   return static_cast<std::size_t>(BackwardSizes<T>(*plan.call.problem).padded_d);
 }
 
-template <typename T>
+template <typename T, typename F>
 struct BackwardScratch {
-  GradRows<T>* rows = nullptr;
-  GradKeys<T> keys;
-  GradTile<T> tile;
+  GradRows<T, F>* rows = nullptr;
+  GradKeys<T, F> keys;
+  GradTile<T, F> tile;
   std::int64_t blocks = 0;
   Prefetcher prefetcher;
 
-  std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
+  std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, std::byte* base) {
     Arena arena(base);
     blocks = plan.call.problem->heads_per_kv_head() * plan.call.blocks_per_head;
-    rows = arena.take<GradRows<T>>(blocks);
-    take_rows<T>(arena, sizes, plan.key_splits == 1, rows, blocks);
-    keys = take_keys<T>(arena, plan.call, sizes);
-    tile = take_tile<T>(arena);
+    rows = arena.take<GradRows<T, F>>(blocks);
+    take_rows<T, F>(arena, sizes, plan.key_splits == 1, rows, blocks);
+    keys = take_keys<T, F>(arena, plan.call, sizes);
+    tile = take_tile<T, F>(arena);
     return arena.used();
   }
 };
 
-template <typename T>
+template <typename T, typename F = T>
 static std::size_t backward_scratch(const BackwardPlan& plan) {
-  return BackwardScratch<T>{}.carve(plan, BackwardSizes<T>(*plan.call.problem), nullptr);
+  return BackwardScratch<T, F>{}.carve(plan, BackwardSizes<T, F>(*plan.call.problem), nullptr);
 }
 
 /// One step of keys against every block of rows.
-template <typename T>
-static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& sizes, const BackwardItem& item,
-                          BackwardScratch<T>& scratch) {
+template <typename T, typename F>
+static void backward_step(const BackwardPlan& plan, const BackwardSizes<T, F>& sizes, const BackwardItem& item,
+                          BackwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
-  GradKeys<T>& keys = scratch.keys;
+  GradKeys<T, F>& keys = scratch.keys;
   const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
   pack_grad_keys<T>(call, sizes, item.n, item.kv_head, keys);
   const std::int64_t sums = round_up(keys.keys.count, kRankRowQuantum);
@@ -481,7 +539,7 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
   for (std::int64_t i = 0; i < sums * sizes.padded_dv; ++i) keys.value_grad[i] = T{0};
   for (std::int64_t i = 0; i < kBackwardKeys; ++i) keys.bias_grad[i] = T{0};
   for (std::int64_t i = 0; i < scratch.blocks; ++i) {
-    GradRows<T>& rows = scratch.rows[i];
+    GradRows<T, F>& rows = scratch.rows[i];
     const RowBlock block = row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head);
     classify_tile<kBackwardKeys>(call, block, keys.keys, *scratch.tile.mask);
     if (!scratch.tile.mask->any_visible) continue;
@@ -494,9 +552,9 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T>& size
 }
 
 /// What the item that comes after this one will read, and what this one will write.
-template <typename T>
+template <typename T, typename F>
 static void plan_prefetch(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
-                          BackwardScratch<T>& scratch) {
+                          BackwardScratch<T, F>& scratch) {
   const core::AttentionProblem& problem = *plan.call.problem;
   Prefetcher& prefetcher = scratch.prefetcher;
   const auto keys_of = [&](const BackwardItem& of) {
@@ -526,12 +584,12 @@ static void plan_prefetch(const BackwardPlan& plan, const BackwardItem& item, co
 }
 
 /// One sample of an item.
-template <typename T>
+template <typename T, typename F>
 static void backward_sample(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
                             std::byte* base) {
   const CallConstants& call = plan.call;
-  const BackwardSizes<T> sizes(*call.problem);
-  BackwardScratch<T> scratch;
+  const BackwardSizes<T, F> sizes(*call.problem);
+  BackwardScratch<T, F> scratch;
   scratch.carve(plan, sizes, base);
   if (plan.key_splits > 1) {
     for (std::int64_t i = 0; i < scratch.blocks; ++i) {
@@ -551,7 +609,7 @@ static void backward_sample(const BackwardPlan& plan, const BackwardItem& item, 
   }
   const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
   for (std::int64_t i = 0; i < scratch.blocks; ++i) {
-    GradRows<T>& rows = scratch.rows[i];
+    GradRows<T, F>& rows = scratch.rows[i];
     if (!rows.started) {
       for (std::int64_t k = 0; k < kBlockRows * sizes.padded_d; ++k) rows.query_grad[k] = T{0};
     }
@@ -563,13 +621,13 @@ static void backward_sample(const BackwardPlan& plan, const BackwardItem& item, 
   }
 }
 
-template <typename T>
+template <typename T, typename F = T>
 static void backward_item(const BackwardPlan& plan, const BackwardItem& item, const BackwardItem& next,
                           std::byte* base) {
   for (std::int64_t n = item.n; n < item.n_end; ++n) {
     const BackwardItem sample{n, n + 1, item.kv_head, item.split};
     const BackwardItem after{n + 1, n + 2, item.kv_head, item.split};
-    backward_sample<T>(plan, sample, n + 1 < item.n_end ? after : next, base);
+    backward_sample<T, F>(plan, sample, n + 1 < item.n_end ? after : next, base);
   }
 }
 

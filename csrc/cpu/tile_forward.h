@@ -15,6 +15,7 @@
 #pragma once
 
 #include "cpu/dropout_bits.h"
+#include "cpu/factors.h"
 #include "cpu/pack.h"
 #include "cpu/tile_few_rows.h"
 #include "cpu/tile_masks.h"
@@ -50,24 +51,24 @@ class Arena {
 enum class Finiteness : std::uint8_t { kUnknown, kAllFinite, kSomeNot };
 
 /// Keys and values of one step.
-template <typename T>
+template <typename T, typename F>
 struct KeyTile {
   KeySpan keys;
   std::int64_t step = 0;                         // of all steps of the item
   std::int64_t begin = 0;                        // its first key among the kept ones
   bool prepared = false;                         // packed: not before some block sees any of the keys
-  T* keys_transposed = nullptr;                  // [group][D][kGroupKeys]
-  T* packed_values = nullptr;                    // [kForwardKeys][padded Dv]
-  const T* values = nullptr;                     // [keys][padded Dv]: packed_values, or the caller's own memory
+  F* keys_transposed = nullptr;                  // [group][factors of D][kGroupKeys]
+  F* packed_values = nullptr;                    // [factors of kForwardKeys][padded Dv]
+  const F* values = nullptr;                     // [factors of keys][padded Dv]: packed, or the caller's own memory
   T* key_bias = nullptr;                         // [kForwardKeys], null where key_padding_mask adds nothing
   Finiteness finiteness = Finiteness::kUnknown;  // of the values
 };
 
 /// Running state of one block of rows.
-template <typename T>
+template <typename T, typename F>
 struct RowState {
   RowBlock block;
-  T* queries = nullptr;  // [D][kBlockRows], times query_factor
+  F* queries = nullptr;  // [factors of D][kBlockRows], times query_factor unless they are pairs
   T* output = nullptr;   // [kBlockRows][padded Dv], unnormalized
   T* row_max = nullptr;  // [kBlockRows]
   T* sums = nullptr;     // [kBlockRows][lanes], lanewise
@@ -84,12 +85,12 @@ struct WeightsPanel {
   std::int64_t steps = 0;
 };
 
-template <typename T>
+template <typename T, typename F>
 struct ForwardScratch {
   std::int64_t padded_dv = 0;
   std::int64_t max_blocks = 0;
-  RowState<T>* states = nullptr;
-  KeyTile<T> panel_keys[kPanelSteps];
+  RowState<T, F>* states = nullptr;
+  KeyTile<T, F> panel_keys[kPanelSteps];
   std::int64_t panel_steps = 0;  // that there is room for
   T* tile = nullptr;             // [kBlockRows][kForwardKeys]
   T* best = nullptr;             // [kBlockRows][lanes]
@@ -102,8 +103,8 @@ struct ForwardScratch {
     Arena arena(base);
     padded_dv = round_up(problem.value_dim, kLanes<T>);
     max_blocks = plan.blocks_per_item;
-    states = arena.take<RowState<T>>(max_blocks);
-    T* queries = arena.take<T>(max_blocks * query_elements(problem));
+    states = arena.take<RowState<T, F>>(max_blocks);
+    F* queries = arena.take<F>(max_blocks * query_elements(problem));
     T* outputs = arena.take<T>(max_blocks * kBlockRows * padded_dv);
     T* row_max = arena.take<T>(max_blocks * kBlockRows);
     T* sums = arena.take<T>(max_blocks * kBlockRows * kLanes<T>);
@@ -111,8 +112,8 @@ struct ForwardScratch {
     const std::int64_t most_steps = problem.key_length / kForwardKeys + 2;
     panel_steps = most_steps < kPanelSteps ? most_steps : kPanelSteps;
     for (std::int64_t i = 0; i < panel_steps; ++i) {
-      panel_keys[i].keys_transposed = arena.take<T>(kForwardKeys * problem.head_dim);
-      panel_keys[i].packed_values = arena.take<T>(kForwardKeys * padded_dv);
+      panel_keys[i].keys_transposed = arena.take<F>(kForwardKeys * factors_of<F>(problem.head_dim));
+      panel_keys[i].packed_values = arena.take<F>(factors_of<F>(kForwardKeys) * padded_dv);
       panel_keys[i].key_bias = plan.call.masks->has_padding_bias() ? arena.take<T>(kForwardKeys) : nullptr;
     }
     tile = arena.take<T>(kBlockRows * kForwardKeys);
@@ -139,24 +140,24 @@ struct ForwardScratch {
   }
 
   static std::int64_t query_elements(const core::AttentionProblem& problem) {
-    return kBlockRows * round_up(problem.head_dim, kLanes<T>);
+    return kBlockRows * round_up(factors_of<F>(problem.head_dim), kLanes<T>);
   }
 };
 
 /// Keys as the score tiles read them; returns whether any element is NaN or infinite.
-template <typename T>
-static bool pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, T* out) {
+template <typename T, typename F>
+static bool pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, F* out) {
   bool not_finite = false;
   for (std::int64_t group = 0; group * kGroupKeys < keys.count; ++group) {
     const KeySpan part = group_of(keys, group);
-    not_finite |=
-        pack_transposed<T, kGroupKeys>(from, part, columns, T{1}, out + group * kGroupKeys * columns, part.count);
+    F* target = out + group * kGroupKeys * factors_of<F>(columns);
+    not_finite |= pack_transposed_factors<T, kGroupKeys>(from, part, columns, T{1}, target, part.count);
   }
   return not_finite;
 }
 
-template <typename T>
-static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const RowBlock& block, RowState<T>& state) {
+template <typename T, typename F>
+static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const RowBlock& block, RowState<T, F>& state) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const Matrix query = matrix_of(problem.query, block.n, block.h);
   const KeySpan rows{nullptr, block.row_begin, block.rows};
@@ -164,18 +165,22 @@ static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const Ro
   state.block = block;
   state.started = plan.few_rows;
   if (plan.few_rows) {
-    pack_rows<T>(query, rows, problem.head_dim, round_up(problem.head_dim, kLanes<T>), kFewRows, factor, state.queries);
+    if constexpr (!kIsPair<F>) {
+      pack_rows<T>(query, rows, problem.head_dim, round_up(problem.head_dim, kLanes<T>), kFewRows, factor,
+                   state.queries);
+    }
     for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) state.output[i] = T{0};
   } else {
-    pack_transposed<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries, score_rows_read(block.rows));
+    pack_transposed_factors<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries,
+                                           score_rows_read(block.rows));
   }
   for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
 }
 
 /// Lets rows that begin_rows has begun see the sink, if there is one.
-template <typename T>
-static void begin_with_sink(const ForwardPlan& plan, std::int64_t padded_dv, RowState<T>& state) {
+template <typename T, typename F>
+static void begin_with_sink(const ForwardPlan& plan, std::int64_t padded_dv, RowState<T, F>& state) {
   const core::View& sink = plan.call.problem->sink;
   if (!sink) return;
   const double given = core::mask_element(sink, sink.offset(state.block.n, state.block.h, 0, 0));
@@ -192,19 +197,16 @@ static void begin_with_sink(const ForwardPlan& plan, std::int64_t padded_dv, Row
   state.started = true;
 }
 
-template <typename T>
+template <typename T, typename F>
 static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64_t kv_head, std::int64_t padded_dv,
-                             KeyTile<T>& tile) {
+                             KeyTile<T, F>& tile) {
   const core::AttentionProblem& problem = *plan.call.problem;
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kForwardKeys, tile.key_bias);
   if (plan.few_rows) return;
   tile.finiteness = Finiteness::kUnknown;
   pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
-  const Matrix values = matrix_of(problem.value, n, kv_head);
-  tile.values = rows_in_place<T>(values, tile.keys, problem.value_dim);
-  if (tile.values != nullptr) return;
-  pack_rows<T>(values, tile.keys, problem.value_dim, padded_dv, tile.keys.count, T{1}, tile.packed_values);
-  tile.values = tile.packed_values;
+  tile.values = rows_where_they_lie<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
+                                       tile.packed_values);
 }
 
 /// One number a row from kLanes<T> rows of a vector each.
@@ -228,8 +230,8 @@ FUSED_MHA_INLINE T exp2_difference(T a, T b, T unit) {
 /// Takes a tile's lanewise maxima into the rows' maxima, as many rows at a time as a vector has lanes, and shrinks sums
 /// and outputs of the rows whose maximum grew. references[row]: what P is taken against, 0 for a row that has seen
 /// nothing yet, so that exp2(-inf) makes its P 0.
-template <typename T>
-static void update_maxima(RowState<T>& state, std::int64_t padded_dv, T unit, const T* best, T* references) {
+template <typename T, typename F>
+static void update_maxima(RowState<T, F>& state, std::int64_t padded_dv, T unit, const T* best, T* references) {
   for (std::int64_t first = 0; first < state.block.rows; first += kLanes<T>) {
     const Vec<T> found = reduce_rows<T>(best + first * kLanes<T>, [](Vec<T> a, Vec<T> b) { return max(a, b); });
     const Vec<T> previous = load<T>(state.row_max + first);
@@ -253,10 +255,10 @@ static void update_maxima(RowState<T>& state, std::int64_t padded_dv, T unit, co
   }
 }
 
-/// Turns one row of scores into P in place and adds it to the row's sum; `keep` drops elements of P from the output,
-/// not from the sum. Unless it is null, `copy` gets P too, what is dropped only if `copy_all`, with zeros for hidden
-/// groups.
-template <typename T, bool kUnitIsOne>
+/// Turns one row of scores into P in place, as factors of the output, and adds it to the row's sum, not rounded; `keep`
+/// drops elements of P from the output, not from the sum. Unless it is null, `copy` gets P too, what is dropped only if
+/// `copy_all`, with zeros for hidden groups.
+template <typename T, typename F, bool kUnitIsOne>
 FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>& mask, T* scores, T reference,
                                   const std::uint32_t* keep, T* copy, bool copy_all) {
   constexpr int kVectors = static_cast<int>(kGroupKeys) / kLanes<T>;
@@ -271,6 +273,7 @@ FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>&
     }
     T* part = scores + group * kGroupKeys;
     Vec<T> group_sum{};
+    Vec<T> weights[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       Vec<T> difference = load<T>(part + v * kLanes<T>) - offset;
@@ -278,42 +281,45 @@ FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>&
       const Vec<T> p = exp2(difference);
       group_sum = v == 0 ? p : group_sum + p;
       const Vec<T> kept = keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{});
-      store<T>(part + v * kLanes<T>, kept);
+      if constexpr (!kIsPair<F>) store<T>(part + v * kLanes<T>, kept);
+      weights[v] = kept;
       if (copy != nullptr) store<T>(copy + group * kGroupKeys + v * kLanes<T>, copy_all ? p : kept);
     }
+    // Pairs take half of the row's memory: they never reach scores that are still to be read.
+    if constexpr (kIsPair<F>) store<T>(scores + group * kGroupKeys / 2, round_to_pairs(weights[0], weights[1]));
     sum = sum + group_sum;
   }
   store<T>(sums, sum);
 }
 
 /// O += P V where a value is not finite: a weight of 0 must not meet it unless its row sees the key.
-template <typename T, std::int64_t kKeys>
-static void accumulate_visible(const TileMask<kKeys>& mask, const T* weights, std::int64_t rows, const T* values,
+template <typename T, std::int64_t kKeys, typename F>
+static void accumulate_visible(const TileMask<kKeys>& mask, const F* weights, std::int64_t rows, const F* values,
                                std::int64_t keys, std::int64_t ld, T* output) {
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t key = 0; key < keys; ++key) {
       if (!mask.sees(row, key)) continue;
-      const Vec<T> weight = broadcast<T>(weights[row * kKeys + key]);
+      const Vec<T> weight = broadcast<T>(number_of<T>(weights + row * kKeys, key));
       for (std::int64_t i = 0; i < ld; i += kLanes<T>) {
-        store<T>(output + row * ld + i, fma(weight, load<T>(values + key * ld + i), load<T>(output + row * ld + i)));
+        store<T>(output + row * ld + i, fma(weight, load_row<T>(values, ld, key, i), load<T>(output + row * ld + i)));
       }
     }
   }
 }
 
 /// Looked up once a step, and only where somebody asks.
-template <typename T>
-static bool values_not_finite(KeyTile<T>& tile, std::int64_t padded_dv) {
+template <typename T, typename F>
+static bool values_not_finite(KeyTile<T, F>& tile, std::int64_t padded_dv) {
   if (tile.finiteness == Finiteness::kUnknown) {
-    const bool some_not = any_not_finite<T>(tile.values, tile.keys.count * padded_dv);
+    const bool some_not = any_factor_not_finite<T>(tile.values, factors_of<F>(tile.keys.count) * padded_dv);
     tile.finiteness = some_not ? Finiteness::kSomeNot : Finiteness::kAllFinite;
   }
   return tile.finiteness == Finiteness::kSomeNot;
 }
 
-template <typename T>
-static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv, T* weights,
-                              RowState<T>& state) {
+template <typename T, typename F>
+static void accumulate_output(KeyTile<T, F>& keys, const TileMask<kForwardKeys>& mask, std::int64_t padded_dv,
+                              F* weights, RowState<T, F>& state) {
   if (mask.any_mixed && values_not_finite<T>(keys, padded_dv)) {
     if (!state.started) {
       for (std::int64_t i = 0; i < kBlockRows * padded_dv; ++i) state.output[i] = T{0};
@@ -332,45 +338,52 @@ static void accumulate_output(KeyTile<T>& keys, const TileMask<kForwardKeys>& ma
     const std::int64_t begin = group * kGroupKeys;
     while (group < TileMask<kForwardKeys>::kGroups && !mask.is_hidden(group)) ++group;
     const std::int64_t end = group * kGroupKeys < keys.keys.count ? group * kGroupKeys : keys.keys.count;
-    clear_rows_behind<T, kForwardKeys>(weights + begin, state.block.rows, end - begin);
-    rank_update<T, kForwardKeys, 1>(weights + begin, state.block.rows, keys.values + begin * padded_dv, padded_dv,
-                                    end - begin, state.output, state.started);
+    const std::int64_t first = factors_of<F>(begin);
+    const std::int64_t steps = factors_of<F>(end - begin);
+    clear_rows_behind<kForwardKeys>(weights + first, state.block.rows, steps);
+    rank_update<T, kForwardKeys, 1>(weights + first, state.block.rows, keys.values + first * padded_dv, padded_dv,
+                                    steps, state.output, state.started);
     state.started = true;
   }
 }
 
 /// Raw scores of a block against a step's visible groups; lanewise maxima of the free ones go into `best`.
-template <typename T>
-static void score_tile_groups(const KeyTile<T>& keys, const RowState<T>& state, std::int64_t depth,
+template <typename T, typename F>
+static void score_tile_groups(const CallConstants& call, const KeyTile<T, F>& keys, const RowState<T, F>& state,
                               const TileMask<kForwardKeys>& mask, T* tile, T* best, Prefetcher& prefetcher) {
   const std::int64_t rows = state.block.rows;
+  const std::int64_t depth = factors_of<F>(call.problem->head_dim);
+  const T factor = static_cast<T>(call.query_factor);
   for (std::int64_t group = 0; group < TileMask<kForwardKeys>::kGroups; ++group) {
     if (mask.is_hidden(group)) continue;
-    const T* columns = keys.keys_transposed + group * kGroupKeys * depth;
+    const F* columns = keys.keys_transposed + group * kGroupKeys * depth;
     T* scores = tile + group * kGroupKeys;
     const std::int64_t count = keys.keys.count - group * kGroupKeys;
     if (mask.is_mixed(group)) {
-      score_group<T, false, kForwardKeys>(state.queries, rows, columns, count, depth, scores, best, prefetcher);
+      score_group<T, false, kForwardKeys>(state.queries, rows, columns, count, depth, factor, scores, best, prefetcher);
     } else {
-      score_group<T, true, kForwardKeys>(state.queries, rows, columns, count, depth, scores, best, prefetcher);
+      score_group<T, true, kForwardKeys>(state.queries, rows, columns, count, depth, factor, scores, best, prefetcher);
     }
   }
 }
 
 /// One step for one block of rows.
-template <typename T, bool kUnitIsOne>
-static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, std::int64_t block_index,
-                         KeyTile<T>& keys) {
+template <typename T, typename F, bool kUnitIsOne>
+static void forward_tile(const ForwardPlan& plan, ForwardScratch<T, F>& scratch, std::int64_t block_index,
+                         KeyTile<T, F>& keys) {
   const CallConstants& call = plan.call;
   TileMask<kForwardKeys>& mask = *scratch.mask;
-  RowState<T>& state = scratch.states[block_index];
+  RowState<T, F>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
   if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask, scratch.prefetcher);
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
-  if (plan.few_rows) {
-    score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
+  const bool few_rows = !kIsPair<F> && plan.few_rows;
+  if (few_rows) {
+    if constexpr (!kIsPair<F>) {
+      score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
+    }
   } else {
-    score_tile_groups<T>(keys, state, call.problem->head_dim, mask, scratch.tile, scratch.best, scratch.prefetcher);
+    score_tile_groups<T>(call, keys, state, mask, scratch.tile, scratch.best, scratch.prefetcher);
   }
   if (mask.any_mixed) {
     mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
@@ -391,19 +404,19 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, st
       scratch.panel.step_max[panel_row * scratch.panel.steps + keys.step] = state.row_max[row];
       copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + keys.begin;
     }
-    softmax_row<T, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
-                               call.has_dropout ? keep : nullptr, copy, plan.outputs.weights_before_dropout);
+    softmax_row<T, F, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
+                                  call.has_dropout ? keep : nullptr, copy, plan.outputs.weights_before_dropout);
   }
-  if (plan.few_rows) {
+  if (few_rows) {
     accumulate_few_rows<T>(call, block, keys.keys, mask, scratch.tile, scratch.padded_dv, state.output);
   } else {
-    accumulate_output<T>(keys, mask, scratch.padded_dv, scratch.tile, state);
+    accumulate_output<T>(keys, mask, scratch.padded_dv, reinterpret_cast<F*>(scratch.tile), state);
   }
 }
 
 /// A block that sees nothing of a step: its weights there are 0.
-template <typename T>
-static void skip_tile(ForwardScratch<T>& scratch, std::int64_t block_index, const KeyTile<T>& keys) {
+template <typename T, typename F>
+static void skip_tile(ForwardScratch<T, F>& scratch, std::int64_t block_index, const KeyTile<T, F>& keys) {
   const WeightsPanel<T>& panel = scratch.panel;
   if (panel.weights == nullptr) return;
   for (std::int64_t row = 0; row < scratch.states[block_index].block.rows; ++row) {
@@ -438,8 +451,9 @@ static T empty_row_scale(const CallConstants& call, const RowBlock& block, std::
 }
 
 /// Normalizes and writes a block's rows; leaves each row's scale in `scales`.
-template <typename T>
-static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T>& scratch, RowState<T>& state, T* scales) {
+template <typename T, typename F>
+static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, RowState<T, F>& state,
+                        T* scales) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const RowBlock& block = state.block;
   const core::MutableView& output = plan.outputs.output;
@@ -469,12 +483,12 @@ static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T>& scratc
 }
 
 /// Normalized weights of one finished block: into the average, or out to their place.
-template <typename T>
-static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T>& scratch, std::int64_t block_index,
+template <typename T, typename F>
+static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
                          const T* scales, bool first_head) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const WeightsPanel<T>& panel = scratch.panel;
-  const RowState<T>& state = scratch.states[block_index];
+  const RowState<T, F>& state = scratch.states[block_index];
   const KeySpan& kept = plan.call.masks->kept_keys(state.block.n);
   const T unit = static_cast<T>(plan.call.unit);
   const T share = panel.average == nullptr ? T{1} : T{1} / static_cast<T>(problem.heads);
@@ -505,8 +519,8 @@ static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T>& scrat
 }
 
 /// Writes finished weights of a block, zeros at keys that padding hides. `h` is 0 for averages.
-template <typename T>
-static void write_weights(const ForwardPlan& plan, const ForwardScratch<T>& scratch, std::int64_t block_index,
+template <typename T, typename F>
+static void write_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
                           std::int64_t h) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const WeightsPanel<T>& panel = scratch.panel;
@@ -534,25 +548,25 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T>& scra
 }
 
 /// One step for one block of rows, if the block sees any of its keys.
-template <typename T>
-static void visit_tile(const ForwardPlan& plan, ForwardScratch<T>& scratch, const ForwardItem& item,
-                       std::int64_t kv_head, std::int64_t block_index, KeyTile<T>& keys) {
+template <typename T, typename F>
+static void visit_tile(const ForwardPlan& plan, ForwardScratch<T, F>& scratch, const ForwardItem& item,
+                       std::int64_t kv_head, std::int64_t block_index, KeyTile<T, F>& keys) {
   const CallConstants& call = plan.call;
   classify_tile<kForwardKeys>(call, scratch.states[block_index].block, keys.keys, *scratch.mask);
   if (!scratch.mask->any_visible) return skip_tile<T>(scratch, block_index, keys);
   if (!keys.prepared) prepare_key_tile<T>(plan, item.n, kv_head, scratch.padded_dv, keys);
   keys.prepared = true;
   if (call.unit == 1.0) {
-    forward_tile<T, true>(plan, scratch, block_index, keys);
+    forward_tile<T, F, true>(plan, scratch, block_index, keys);
   } else {
-    forward_tile<T, false>(plan, scratch, block_index, keys);
+    forward_tile<T, F, false>(plan, scratch, block_index, keys);
   }
 }
 
 /// The item's part of the keys of (n, kv_head), for the first `count` row states. A block meets a whole panel before
 /// the next block does, so that its state stays in the L1 cache, and the pages of its mask rows in the TLB.
-template <typename T>
-static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, const ForwardItem& item,
+template <typename T, typename F>
+static void forward_rows(const ForwardPlan& plan, ForwardScratch<T, F>& scratch, const ForwardItem& item,
                          std::int64_t kv_head, std::int64_t count) {
   const KeySpan& kept = plan.call.masks->kept_keys(item.n);
   const std::int64_t end = kept.count * (item.split + 1) / plan.key_splits;
@@ -560,7 +574,7 @@ static void forward_rows(const ForwardPlan& plan, ForwardScratch<T>& scratch, co
   for (std::int64_t begin = kept.count * item.split / plan.key_splits; begin < end;) {
     std::int64_t steps = 0;
     for (; steps < scratch.panel_steps && begin < end; ++steps, ++step) {
-      KeyTile<T>& keys = scratch.panel_keys[steps];
+      KeyTile<T, F>& keys = scratch.panel_keys[steps];
       const std::int64_t whole = forward_step(kept, begin);
       const std::int64_t size = whole < end - begin ? whole : end - begin;
       keys.keys = kept.part(begin, size);
@@ -601,9 +615,9 @@ static std::size_t split_state_elements(const ForwardPlan& plan) {
   return static_cast<std::size_t>(SplitState<T>::elements(*plan.call.problem));
 }
 
-template <typename T>
+template <typename T, typename F>
 static void save_split(const ForwardPlan& plan, const ForwardItem& item, std::int64_t padded_dv,
-                       const RowState<T>& state) {
+                       const RowState<T, F>& state) {
   const SplitState<T> saved(plan, state.block.n, state.block.h, item.split);
   for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) saved.output[i] = state.output[i];
   for (std::int64_t i = 0; i < kFewRows; ++i) saved.row_max[i] = state.row_max[i];
@@ -617,9 +631,9 @@ FUSED_MHA_INLINE RowBlock row_block(const CallConstants& call, std::int64_t n, s
 }
 
 /// What the item that comes after this one will read, and what this one will write.
-template <typename T>
+template <typename T, typename F>
 static void plan_prefetch(const ForwardPlan& plan, const ForwardItem& item, const ForwardItem& next,
-                          ForwardScratch<T>& scratch) {
+                          ForwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
   const core::AttentionProblem& problem = *call.problem;
   const auto add_rows = [&](const auto& view, const ForwardItem& of, std::int64_t columns) {
@@ -650,8 +664,8 @@ static void plan_prefetch(const ForwardPlan& plan, const ForwardItem& item, cons
 }
 
 /// Blocks of the heads that share the item's keys.
-template <typename T>
-static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T>& scratch) {
+template <typename T, typename F>
+static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
   const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
   const std::int64_t count = item.block_end - item.block_begin;
@@ -674,8 +688,8 @@ static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& 
 }
 
 /// The same blocks of every head, so that averages over heads stay in the item.
-template <typename T>
-static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T>& scratch) {
+template <typename T, typename F>
+static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
   const std::int64_t count = item.block_end - item.block_begin;
   const bool averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
@@ -695,14 +709,16 @@ static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& ite
   for (std::int64_t i = 0; averages && i < count; ++i) write_weights<T>(plan, scratch, i, 0);
 }
 
-template <typename T>
+template <typename T, typename F = T>
 static std::size_t forward_scratch(const ForwardPlan& plan) {
-  return ForwardScratch<T>{}.carve(plan, nullptr);
+  if (kIsPair<F> && plan.few_rows) return forward_scratch<T>(plan);
+  return ForwardScratch<T, F>{}.carve(plan, nullptr);
 }
 
-template <typename T>
+template <typename T, typename F = T>
 static void forward_item(const ForwardPlan& plan, const ForwardItem& item, const ForwardItem& next, std::byte* base) {
-  ForwardScratch<T> scratch;
+  if (kIsPair<F> && plan.few_rows) return forward_item<T>(plan, item, next, base);
+  ForwardScratch<T, F> scratch;
   scratch.carve(plan, base);
   if (plan.outputs.weights_mode == core::WeightsMode::kNone) {
     plan_prefetch<T>(plan, item, next, scratch);
@@ -715,10 +731,10 @@ static void forward_item(const ForwardPlan& plan, const ForwardItem& item, const
 /// Merges the splits of one head's rows, first split first, and writes the rows.
 template <typename T>
 static void merge_splits(const ForwardPlan& plan, std::int64_t n, std::int64_t h, std::byte* base) {
-  ForwardScratch<T> scratch;
+  ForwardScratch<T, T> scratch;
   scratch.carve(plan, base);
   const T unit = static_cast<T>(plan.call.unit);
-  RowState<T>& state = scratch.states[0];
+  RowState<T, T>& state = scratch.states[0];
   begin_rows<T>(plan, scratch.padded_dv, row_block(plan.call, n, h, 0), state);
   begin_with_sink<T>(plan, scratch.padded_dv, state);
   for (std::int64_t split = 0; split < plan.key_splits; ++split) {

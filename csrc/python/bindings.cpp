@@ -130,4 +130,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("take_call_records", &take_call_records, "End it; a dict for each call since then.");
   module.def("supported_cpu_isas", &supported_isas,
              "Names of the instruction sets that this build holds and this processor runs, weakest first.");
+  module.def(
+      "quickest_cpu_isa", [] { return std::string(fused_mha::cpu::isa_name(fused_mha::cpu::quickest_isa())); },
+      "Name of the one that is used where nobody chooses.");
 }

@@ -252,12 +252,12 @@ def _tensor_cores(facts: Mapping[str, Any]) -> Choice:
 
 
 def _instruction_set(facts: Mapping[str, Any]) -> Choice:
-    supported = _C.supported_cpu_isas()
-    if facts["instruction_set"] == supported[-1]:
-        return Choice("kernel", facts["instruction_set"], "the best that this build holds and this processor runs")
+    active = facts["instruction_set"]
+    if active == _C.quickest_cpu_isa():
+        return Choice("kernel", active, "the quickest that this build holds and this processor runs")
     cap = os.environ.get("FUSED_MHA_MAX_ISA")
-    chosen_by = f"FUSED_MHA_MAX_ISA={cap}" if cap == facts["instruction_set"] else "set_cpu_isa"
-    return Choice("kernel", facts["instruction_set"], f"chosen by {chosen_by}; {supported[-1]} would run too")
+    chosen_by = f"FUSED_MHA_MAX_ISA={cap}" if cap == active else "set_cpu_isa"
+    return Choice("kernel", active, f"chosen by {chosen_by}; {_C.quickest_cpu_isa()} is the quickest here")
 
 
 def _rows(facts: Mapping[str, Any]) -> Choice:

@@ -309,7 +309,12 @@ TEST_CASE("random problems agree with the reference on every instruction set") {
     const IsaGuard guard(isa);
     INFO("instruction set " << cpu::isa_name(isa));
     std::mt19937 random(20240 + static_cast<unsigned>(isa));
-    for (int i = 0; i < 60; ++i) check_case(random_case(random));
+    for (int i = 0; i < 60; ++i) {
+      Case c = random_case(random);
+      // All that this set adds; other dtypes have the kernels of avx512.
+      if (isa == cpu::Isa::kAvx512Bf16) c.dtype = DType::kBFloat16;
+      check_case(c);
+    }
   }
 }
 
@@ -322,6 +327,22 @@ TEST_CASE("long rows over many steps agree with the reference") {
     c.padding = Padding::kScattered;
     c.is_causal = true;
     check_case(c);
+  }
+}
+
+TEST_CASE("bfloat16 over many blocks and steps agrees with the reference") {
+  for (const cpu::Isa isa : cpu::supported_isas()) {
+    const IsaGuard guard(isa);
+    INFO("instruction set " << cpu::isa_name(isa));
+    // Odd sizes, so that pairs along every dimension miss a partner; heads of keys that queries share.
+    Case c{.N = 2, .H = 4, .Hkv = 2, .L = 151, .S = 333, .D = 37, .Dv = 51, .dtype = DType::kBFloat16};
+    for (const Padding padding : {Padding::kNone, Padding::kLeft, Padding::kScattered, Padding::kBiasAndInfinity}) {
+      c.padding = padding;
+      c.layout = padding == Padding::kLeft ? Layout::kHeadsInside : Layout::kStrided;
+      c.is_causal = padding == Padding::kScattered;
+      c.dropout_p = padding == Padding::kLeft ? 0.2 : 0.0;
+      check_case(c);
+    }
   }
 }
 
@@ -346,28 +367,36 @@ TEST_CASE("few rows over many keys agree with the reference") {
 
 TEST_CASE("what is hidden is never read") {
   for (const cpu::Isa isa : cpu::supported_isas()) {
-    const IsaGuard guard(isa);
-    const Case c{.N = 1, .H = 1, .Hkv = 1, .L = 60, .S = 70, .D = 8, .Dv = 8, .is_causal = true, .seed = 3};
-    const std::unique_ptr<Problem> clean = make_problem(c);
-    const std::unique_ptr<Problem> dirty = make_problem(c);
-    // Key 50 is hidden from rows below 50, in the same tile as rows that see it.
-    dirty->value.set(0, 0, 50, 3, std::numeric_limits<double>::quiet_NaN());
-    dirty->key.set(0, 0, 55, 2, std::numeric_limits<double>::infinity());
-    const ForwardResult expected = run_forward(*clean, WeightsMode::kNone);
-    const ForwardResult actual = run_forward(*dirty, WeightsMode::kNone);
-    Tensor grad = make_tensor(DType::kFloat32, expected.output.sizes);
-    for (std::int64_t l = 0; l < 50; ++l) {
-      for (std::int64_t d = 0; d < 8; ++d) {
-        grad.set(0, 0, l, d, 1.0 + static_cast<double>(d));
-        REQUIRE(actual.output.get(0, 0, l, d) == Approx(expected.output.get(0, 0, l, d)).epsilon(1e-5));
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const IsaGuard guard(isa);
+      INFO("instruction set " << cpu::isa_name(isa) << " dtype " << static_cast<int>(dtype));
+      Case c{.N = 1, .H = 1, .Hkv = 1, .L = 61, .S = 71, .D = 7, .Dv = 8, .dtype = dtype, .is_causal = true, .seed = 3};
+      const std::unique_ptr<Problem> clean = make_problem(c);
+      const std::unique_ptr<Problem> dirty = make_problem(c);
+      // Key 50 is hidden from rows below 50, in the same tile as rows that see it.
+      dirty->value.set(0, 0, 50, 3, std::numeric_limits<double>::quiet_NaN());
+      dirty->key.set(0, 0, 55, 2, std::numeric_limits<double>::infinity());
+      const ForwardResult expected = run_forward(*clean, WeightsMode::kNone);
+      const ForwardResult actual = run_forward(*dirty, WeightsMode::kNone);
+      Tensor grad = make_tensor(dtype, expected.output.sizes);
+      for (std::int64_t l = 0; l < 50; ++l) {
+        for (std::int64_t d = 0; d < 8; ++d) {
+          grad.set(0, 0, l, d, 1.0 + static_cast<double>(d));
+          REQUIRE(actual.output.get(0, 0, l, d) ==
+                  Approx(expected.output.get(0, 0, l, d)).epsilon(kForwardEpsilons * epsilon_of(dtype)));
+        }
       }
-    }
-    CHECK(std::isnan(actual.output.get(0, 0, 50, 3)));
-    core::BackwardInputs inputs;
-    inputs.grad_output = grad.read();
-    const BackwardResult grads = run_backward(*dirty, actual, inputs);
-    for (std::int64_t l = 0; l < 50; ++l) {
-      for (std::int64_t d = 0; d < 8; ++d) REQUIRE(std::isfinite(grads.query.get(0, 0, l, d)));
+      CHECK(std::isnan(actual.output.get(0, 0, 50, 3)));
+      core::BackwardInputs inputs;
+      inputs.grad_output = grad.read();
+      const BackwardResult grads = run_backward(*dirty, actual, inputs);
+      const BackwardResult clean_grads = run_backward(*clean, expected, inputs);
+      for (std::int64_t l = 0; l < 50; ++l) {
+        for (std::int64_t d = 0; d < 7; ++d) {
+          REQUIRE(grads.query.get(0, 0, l, d) ==
+                  Approx(clean_grads.query.get(0, 0, l, d)).margin(kForwardEpsilons * epsilon_of(dtype)));
+        }
+      }
     }
   }
 }
