@@ -265,12 +265,13 @@ std::int64_t choose_forward_splits(const ForwardPlan& plan) {
 std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& parallel) {
   const AttentionProblem& problem = *plan.call.problem;
   const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
-  const std::int64_t groups = with_weights ? problem.batch : problem.batch * problem.kv_heads;
+  const bool averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
+  const std::int64_t groups = averages ? problem.batch : problem.batch * problem.kv_heads;
   const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
   std::int64_t most = std::min(blocks, kMaxBlocksPerItem);
   if (with_weights) {
-    const std::int64_t row_bytes =
-        2 * (problem.key_length + kForwardKeys) * static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
+    const std::int64_t row_bytes = (averages ? 2 : 1) * (problem.key_length + kForwardKeys) *
+                                   static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
     most = std::clamp<std::int64_t>(kWeightsPanelBytes / (row_bytes * kBlockRows), 1, most);
   }
   // The size with which the thread that works longest has the least to do. Items of one size are handed out in rounds;
@@ -295,7 +296,7 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
 void add_items(const ForwardPlan& plan, std::size_t call, std::vector<Costed<ForwardItem>>& items) {
   const AttentionProblem& problem = *plan.call.problem;
   const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
-  const std::int64_t kv_heads = with_weights ? 1 : problem.kv_heads;
+  const std::int64_t kv_heads = plan.outputs.weights_mode == core::WeightsMode::kAveraged ? 1 : problem.kv_heads;
   const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
   for (std::int64_t n = 0; n < problem.batch; ++n) {
     for (std::int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {

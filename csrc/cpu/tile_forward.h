@@ -687,19 +687,22 @@ static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& 
   }
 }
 
-/// The same blocks of every head, so that averages over heads stay in the item.
+/// The same blocks of the heads that share the item's keys, or of every head, so that averages stay in the item.
 template <typename T, typename F>
 static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
   const std::int64_t count = item.block_end - item.block_begin;
   const bool averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
+  const std::int64_t sharing = call.problem->heads_per_kv_head();
+  const std::int64_t first_head = averages ? 0 : item.kv_head * sharing;
+  const std::int64_t head_end = averages ? call.problem->heads : first_head + sharing;
   T scales[kBlockRows];
-  for (std::int64_t h = 0; h < call.problem->heads; ++h) {
+  for (std::int64_t h = first_head; h < head_end; ++h) {
     for (std::int64_t i = 0; i < count; ++i) {
       begin_rows<T>(plan, scratch.padded_dv, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
       begin_with_sink<T>(plan, scratch.padded_dv, scratch.states[i]);
     }
-    forward_rows<T>(plan, scratch, item, h / call.problem->heads_per_kv_head(), count);
+    forward_rows<T>(plan, scratch, item, h / sharing, count);
     for (std::int64_t i = 0; i < count; ++i) {
       finish_rows<T>(plan, scratch, scratch.states[i], scales);
       fold_weights<T>(plan, scratch, i, scales, h == 0);
