@@ -14,6 +14,7 @@ __all__ = ["ValidLengthsAttention", "multi_head_attention", "packed_multi_head_a
 
 _forward_op = torch.ops.fused_mha.multi_head_attention_forward.default
 _projected_op = torch.ops.fused_mha._multi_head_attention_projected.default
+_varlen_op = torch.ops.fused_mha.attention_varlen.default
 
 
 def multi_head_attention(
@@ -195,6 +196,10 @@ class ValidLengthsAttention(nn.Module):
     forward arguments. What differs: a length of 0 gives zeros, where filling the scores with -1e6 gives the mean of
     all that is padded; the weights are kept only when asked for.
 
+    For lengths of samples, (N), no mask is made: a padded batch is read as the packed sequences that it is made of
+    (:func:`fused_mha.functional.attention_varlen`). Where weights are kept, on GPUs and in exported programs it is the
+    mask of a byte for each key.
+
     Args:
         key_size, query_size, value_size: widths of what comes in.
         num_hiddens: width of the three projections and of the output; the heads share it.
@@ -263,24 +268,30 @@ class ValidLengthsAttention(nn.Module):
             TypeError, ValueError: valid_lens of another dtype or shape.
             RuntimeError: shapes that do not fit.
         """
-        key_padding_mask, attn_mask = _masks_of_lengths(valid_lens, queries, keys)
-        context, weights = _projected_op(
-            self.W_q(queries),
-            self.W_k(keys),
-            self.W_v(values),
-            self.num_heads,
-            None,
-            None,
-            False,
-            self.dropout if self.training else 0.0,
-            key_padding_mask,
-            self.keep_weights,
-            attn_mask,
-            False,
-            False,
-            True,
-        )
-        self.attention_weights = weights.detach() if self.keep_weights else None
+        _check_lengths(valid_lens, queries, keys)
+        q, k, v = self.W_q(queries), self.W_k(keys), self.W_v(values)
+        dropout_p = self.dropout if self.training else 0.0
+        if valid_lens is not None and not self.keep_weights and _is_packed(valid_lens, q, k, v):
+            context, weights = _attend_to_first_keys(q, k, v, self.num_heads, valid_lens, dropout_p), None
+        else:
+            key_padding_mask, attn_mask = _masks_of_lengths(valid_lens, keys)
+            context, weights = _projected_op(
+                q,
+                k,
+                v,
+                self.num_heads,
+                None,
+                None,
+                False,
+                dropout_p,
+                key_padding_mask,
+                self.keep_weights,
+                attn_mask,
+                False,
+                False,
+                True,
+            )
+        self.attention_weights = weights.detach() if weights is not None and self.keep_weights else None
         output: Tensor = self.W_o(context)
         return output
 
@@ -288,10 +299,9 @@ class ValidLengthsAttention(nn.Module):
         return f"num_heads={self.num_heads}, dropout={self.dropout}, keep_weights={self.keep_weights}"
 
 
-def _masks_of_lengths(valid_lens: Tensor | None, queries: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Key padding mask (N, S) or attention mask (N, 1, L, S), bool, one of them None: a byte for each key."""
+def _check_lengths(valid_lens: Tensor | None, queries: Tensor, keys: Tensor) -> None:
     if valid_lens is None:
-        return None, None
+        return
     name = "fused_mha::ValidLengthsAttention"
     if valid_lens.dtype == torch.bool or valid_lens.is_floating_point() or valid_lens.is_complex():
         raise TypeError(f"{name}: valid_lens must be integers, got {valid_lens.dtype}")
@@ -305,5 +315,47 @@ def _masks_of_lengths(valid_lens: Tensor | None, queries: Tensor, keys: Tensor) 
         raise ValueError(
             f"{name}: valid_lens must have shape (N) = {shape[:1]} or (N, L) = {shape}, got {tuple(valid_lens.shape)}"
         )
+
+
+def _masks_of_lengths(valid_lens: Tensor | None, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Key padding mask (N, S) or attention mask (N, 1, L, S), bool, one of them None: a byte for each key."""
+    if valid_lens is None:
+        return None, None
     hidden = torch.arange(keys.size(1), device=valid_lens.device) >= valid_lens.unsqueeze(-1)
     return (hidden, None) if valid_lens.dim() == 1 else (None, hidden.unsqueeze(1))
+
+
+def _is_packed(valid_lens: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call can go to the operator for packed sequences, which needs no mask.
+
+    It has no CUDA kernels and no translation to ONNX. Shapes that do not fit are the other operator's to refuse.
+    """
+    return (
+        valid_lens.dim() == 1
+        and query.device.type == "cpu"
+        and not torch.compiler.is_exporting()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        and value.dim() == 3
+        and query.size(0) == key.size(0)
+        and key.shape[:2] == value.shape[:2]
+    )
+
+
+def _attend_to_first_keys(
+    query: Tensor, key: Tensor, value: Tensor, num_heads: int, valid_lens: Tensor, dropout_p: float
+) -> Tensor:
+    """Attention of the projected (N, L, H * D) to the first valid_lens[n] of (N, S, H * D): (N, L, H * Dv).
+
+    A padded batch lies in memory as packed sequences do, two for each sample: one has its queries and its valid keys,
+    the other what is left of its keys and no query.
+    """
+    N, L, S = query.size(0), query.size(1), key.size(1)
+    samples = torch.arange(N, device=valid_lens.device)
+    zero = samples.new_zeros(1)
+    first_keys = samples * S
+    last_keys = first_keys + valid_lens.to(torch.int64).clamp(0, S)
+    cu_seqlens_q = torch.cat([zero, ((samples + 1) * L).repeat_interleave(2)])
+    cu_seqlens_k = torch.cat([zero, torch.stack([last_keys, first_keys + S], 1).flatten()])
+    packed = (x.reshape(N * x.size(1), num_heads, x.size(2) // num_heads) for x in (query, key, value))
+    output: Tensor = _varlen_op(*packed, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p)
+    return output.reshape(N, L, value.size(-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 
 import fused_mha
 import pytest
@@ -12,6 +13,7 @@ import torch
 from fused_mha.functional import attention, multi_head_attention, packed_multi_head_attention
 from tolerances import assert_close_as_torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --------------------------------------------------------------------------------------------- the explicit functional
 
@@ -247,11 +249,13 @@ class PlainValidLengthsAttention(nn.Module):
             lengths = valid_lens[:, None] if valid_lens.dim() == 1 else valid_lens
             hidden = (torch.arange(k.shape[2]) >= lengths[:, :, None])[:, None]
             scores = scores.masked_fill(hidden, -math.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
         output = (weights @ v).permute(0, 2, 1, 3)
         return self.W_o(output.reshape(*output.shape[:2], -1)), weights
 
 
+@pytest.mark.parametrize("keep_weights", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "valid_lens",
@@ -263,17 +267,100 @@ class PlainValidLengthsAttention(nn.Module):
     ],
     ids=["all", "of-samples", "an-empty-sample", "of-queries"],
 )
-def test_valid_lengths_module_is_the_formula(valid_lens: torch.Tensor | None, bias: bool) -> None:
+def test_valid_lengths_module_is_the_formula(valid_lens: torch.Tensor | None, bias: bool, keep_weights: bool) -> None:
     sizes = (7, 9, 11, 20, 5)
-    fused = fused_mha.ValidLengthsAttention(*sizes, 0.5, bias, keep_weights=True).eval()
+    fused = fused_mha.ValidLengthsAttention(*sizes, 0.5, bias, keep_weights=keep_weights).eval()
     plain = PlainValidLengthsAttention(*sizes, bias)
     plain.load_state_dict(fused.state_dict())  # the same names
     queries, keys, values = torch.randn(2, 4, 9), torch.randn(2, 6, 7), torch.randn(2, 6, 11)
-    output = fused(queries, keys, values, valid_lens)
-    yardstick, yardstick_weights = plain(queries, keys, values, valid_lens)
-    expected, expected_weights = plain.double()(*double([queries, keys, values]), valid_lens)
-    assert_close_as_torch(output, expected, yardstick, what="output")
-    assert_close_as_torch(fused.attention_weights, expected_weights, yardstick_weights, what="weights")
+    exact = copy.deepcopy(plain).double()
+    inputs = [queries, keys, values]
+    outputs, weights, gradients = [], [], []
+    for module, arguments in ((fused, inputs), (exact, double(inputs)), (plain, inputs)):
+        result = module(*arguments, valid_lens)
+        output, weight = (result, fused.attention_weights) if module is fused else result
+        outputs.append(output)
+        weights.append(weight)
+        grads = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+        gradients.append(torch.cat([grad.flatten() for grad in grads]))
+    assert_close_as_torch(*outputs, what="output")
+    assert_close_as_torch(*gradients, what="gradients", gradient=True)
+    if keep_weights:
+        assert_close_as_torch(*weights, what="weights")
+    else:
+        assert fused.attention_weights is None
+
+
+class Sizes(TorchDispatchMode):
+    """The largest number of elements that was made of each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest[tensor.dtype] = max(self.largest[tensor.dtype], tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("of", ["samples", "queries"])
+def test_no_mask_is_made_for_lengths_of_samples(of: str) -> None:
+    """Forward and backward: nothing bool, nothing integer but two numbers a sample. (N, L) lengths do make a mask."""
+    N, L, S, E = 2, 4, 60, 10
+    fused = fused_mha.ValidLengthsAttention(E, E, E, E, 5, 0.1)
+    queries, keys = torch.randn(N, L, E, requires_grad=True), torch.randn(N, S, E, requires_grad=True)
+    lengths = torch.tensor([30, 20])
+    with Sizes() as made:
+        fused(queries, keys, keys, lengths if of == "samples" else lengths[:, None].expand(N, L)).sum().backward()
+    assert keys.grad[1, :20].any()
+    assert not keys.grad[1, 20:].any()
+    if of == "queries":
+        assert made.largest[torch.bool] == N * L * S
+        return
+    assert torch.bool not in made.largest
+    assert made.largest[torch.int64] == 2 * N + 1
+    assert made.largest[torch.float32] == N * S * E
+
+
+def test_dropout_by_lengths_leaves_the_expectation() -> None:
+    fused = fused_mha.ValidLengthsAttention(8, 8, 8, 8, 2, 0.5)
+    queries, keys = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    lengths = torch.tensor([5, 3])
+    torch.manual_seed(0)
+    first = fused(queries, keys, keys, lengths)
+    torch.manual_seed(0)
+    assert torch.equal(fused(queries, keys, keys, lengths), first)
+    runs = torch.stack([fused(queries, keys, keys, lengths) for _ in range(2000)])
+    expected = fused.eval()(queries, keys, keys, lengths)
+    # Twelve standard errors: 48 numbers, and a test that is run every day.
+    assert ((runs.mean(0) - expected).abs() <= 12 * runs.std(0) / math.sqrt(len(runs))).all()
+    assert (runs.std(0) > 0).all()
+
+
+def test_exported_attention_by_lengths_takes_other_lengths() -> None:
+    fused = fused_mha.ValidLengthsAttention(8, 8, 8, 8, 2, 0.0).eval()
+    queries, keys = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    program = torch.export.export(fused, (queries, keys, keys, torch.tensor([5, 3]))).module()
+    for lengths in (torch.tensor([1, 4]), torch.tensor([0, 9])):
+        torch.testing.assert_close(program(queries, keys, keys, lengths), fused(queries, keys, keys, lengths))
+
+
+@pytest.mark.parametrize("wrong", ["samples of keys", "samples of values", "values"])
+def test_valid_lengths_do_not_hide_shapes_that_do_not_fit(wrong: str) -> None:
+    """As many rows in all, so that packed sequences would fit."""
+    fused = fused_mha.ValidLengthsAttention(8, 8, 8, 8, 2, 0.0)
+    queries, keys, values = torch.randn(2, 4, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    if wrong == "samples of keys":
+        keys = values = keys.reshape(3, 4, 8)
+    elif wrong == "samples of values":
+        values = values.reshape(3, 4, 8)
+    else:
+        values = values.flatten(0, 1)
+    with pytest.raises((RuntimeError, ValueError), match="fused_mha::"):
+        fused(queries, keys, values, torch.tensor([3, 2]))
 
 
 def test_valid_lengths_of_the_book() -> None:
