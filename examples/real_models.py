@@ -15,6 +15,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import fused_mha
 import fused_mha.integrations.sdpa
@@ -265,13 +266,29 @@ def run(names: list[str], quick: bool, seconds: float) -> list[side_by_side.Row]
     return rows
 
 
+def draw(rows: list[side_by_side.Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from fused_mha import plot
+    from matplotlib import pyplot
+
+    _, ax = pyplot.subplots(figsize=(10, 1 + 0.5 * len(rows)), layout="constrained")
+    times = {row.name: {"its own attention": row.stock_ms / 1e3, "fused": row.fused_ms / 1e3} for row in rows}
+    plot.benchmark(times, ax=ax).figure.savefig(path, dpi=110)
+    print(f"\npicture: {path}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small models")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table")
+    parser.add_argument("--output", type=Path, help="draw the times there")
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], help="all of them where none is named")
     options = parser.parse_args()
     rows = run(options.models or list(MODELS), options.quick, 0.0 if options.quick else options.seconds)
+    if options.output:
+        draw(rows, options.output)
     return 0 if side_by_side.all_agree(rows) else 1
 
 

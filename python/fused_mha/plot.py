@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pictures of masks and attention weights. Needs matplotlib, which is imported when a picture is drawn.
+"""Pictures of masks, attention weights and times. Needs matplotlib, which is imported when a picture is drawn.
 
 Each function draws into the axes it is given, or into new ones, and returns them: titles, sizes and files are
 matplotlib's affair. Letters are those of the rest of the package: N batch, H heads, L query length, S key length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["TILE_CLASSES", "alignment", "attention_map", "mask", "mask_tiles"]
+__all__ = ["TILE_CLASSES", "alignment", "attention_map", "benchmark", "mask", "mask_tiles"]
 
 #: What the numbers of :func:`mask_tiles` mean, in order.
 TILE_CLASSES = ("hidden", "free", "mixed", "dropped")
@@ -193,6 +193,54 @@ def alignment(
             column, row, f"{share:.2f}", ha="center", va="center", fontsize=7, color="white" if share > 0.5 else "0.2"
         )
     return ax
+
+
+def benchmark(
+    times: Mapping[str, Mapping[str, float]], *, reference: str | None = None, ax: "Axes | None" = None
+) -> "Axes":
+    """Draw times side by side: a group of bars for each case, as shares of the reference's time, labelled with it.
+
+    Args:
+        times: seconds by case and side, such as ``{"training step": {"stock": 0.42, "fused": 0.09}}``. A side may lack
+            a case; the reference must have them all.
+        reference: the side whose bars are 1; by default the first side of the first case.
+        ax: axes to draw into; new ones where None.
+    """
+    sides = list(dict.fromkeys(side for case in times.values() for side in case))
+    if reference is None and sides:
+        reference = sides[0]
+    for name, case in times.items():
+        if reference not in case:
+            raise ValueError(
+                f"fused_mha.plot: times must have the reference {reference!r} in every case, not in {name!r}"
+            )
+    ax = _axes(ax)
+    height = 0.8 / max(len(sides), 1)
+    for i, side in enumerate(sides):
+        places = [(place, case) for place, case in enumerate(times.values()) if side in case]
+        bars = ax.barh(
+            [place - 0.4 + (i + 0.5) * height for place, _ in places],
+            [case[side] / case[str(reference)] for _, case in places],
+            height,
+            label=side,
+        )
+        ax.bar_label(bars, [_duration(case[side]) for _, case in places], padding=3, fontsize=8)
+    ax.axvline(1.0, color="grey", linewidth=1)
+    ax.set_yticks(range(len(times)), list(times))
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+    ax.set(xlabel=f"time / time of {reference}")
+    if sides:
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return ax
+
+
+def _duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
 
 
 def _axes(ax: "Axes | None") -> "Axes":

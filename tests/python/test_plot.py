@@ -137,6 +137,29 @@ def test_weights_of_another_shape_are_refused(pyplot) -> None:
         plot.attention_map(torch.rand(2, 3, 4), head=1)
 
 
+TIMES = {"short": {"stock": 0.002, "fused": 0.001}, "long": {"stock": 4.0, "fused": 5e-4, "other": 2.0}}
+
+
+@pytest.mark.parametrize("reference", [None, "fused"])
+def test_benchmark_shows_shares_of_the_reference_and_names_times(pyplot, reference: str | None) -> None:
+    ax = plot.benchmark(TIMES, reference=reference)
+    shares = {bars.get_label(): [bar.get_width() for bar in bars] for bars in ax.containers}
+    assert list(shares) == ["stock", "fused", "other"]
+    expected = [[2.0, 8000.0], [1.0, 1.0], [4000.0]] if reference else [[1.0, 1.0], [0.5, 1.25e-4], [0.5]]
+    assert list(shares.values()) == [pytest.approx(widths) for widths in expected]
+    assert [t.get_text() for t in ax.texts] == ["2 ms", "4 s", "1 ms", "500 µs", "2 s"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["short", "long"]
+    assert ax.get_xlabel() == f"time / time of {reference or 'stock'}"
+    middles = [bar.get_y() + bar.get_height() / 2 for bars in ax.containers for bar in bars]
+    assert [round(y) for y in middles] == [0, 1, 0, 1, 1]  # beside the name of their case
+
+
+def test_benchmark_without_cases_and_without_a_reference(pyplot) -> None:
+    assert not plot.benchmark({}).containers
+    with pytest.raises(ValueError, match="times must have the reference 'other' in every case, not in 'short'"):
+        plot.benchmark(TIMES, reference="other")
+
+
 def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
