@@ -3,7 +3,7 @@
 #   make demo     the main job on real input       make build    set-up and build only
 #   make test     every test                       make bench    the side-by-side benchmark
 #   make lint     all checkers                     make format   rewrites the sources as lint wants them
-#   make examples real models beside their own attention: parity, time, memory (installs another 2 GB)
+#   make examples real models beside their own attention: parity, time, memory (packages of 0.6 GB)
 #   make clean    removes what was built           make sanitize address and undefined-behaviour sanitizers
 #
 # Each does its own set-up on a fresh Debian or Ubuntu machine, and only once. Variables:
@@ -43,7 +43,8 @@ demo: build $(STAMPS)/demo
 	$(PYTHON) examples/text_classifier.py
 
 examples: build $(STAMPS)/examples
-	$(PYTHON) examples/real_models.py
+	$(PYTHON) examples/text_classifier.py
+	$(PYTHON) examples/real_models.py --output real_models.png
 	$(PYTHON) examples/sentence_search.py
 	$(PYTHON) examples/atom_maps.py
 	$(PYTHON) examples/alignment.py
@@ -54,7 +55,7 @@ bench: build $(STAMPS)/demo
 
 test: test-cpp test-python test-package
 
-test-python: build $(STAMPS)/test
+test-python: build $(STAMPS)/test $(STAMPS)/examples
 	$(PYTHON) -m pytest -q tests/python
 
 test-cpp: build $(STAMPS)/catch2

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The small form of every example runs and finds parity. Those whose packages are not installed are skipped."""
+"""The small form of every example runs and finds parity. Those whose packages are not installed are skipped.
+
+That of cpp_serving, which needs the installed package to build with, is run by tests/package.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL_FORMS = [
-    pytest.param(["real_models.py", "--quick", "transformer", "detection"], [], id="nn.Transformer and DETR"),
+    pytest.param(["text_classifier.py", "--quick"], [], id="text classifier"),
+    pytest.param(
+        ["real_models.py", "--quick", "transformer", "detection", "--output", "times.png"],
+        ["matplotlib"],
+        id="nn.Transformer and DETR",
+    ),
     pytest.param(["real_models.py", "--quick", "vit", "swin"], ["torchvision"], id="torchvision"),
     pytest.param(["real_models.py", "--quick", "clip"], ["open_clip"], id="open_clip"),
     pytest.param(["real_models.py", "--quick", "timm"], ["timm"], id="timm"),
