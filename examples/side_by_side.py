@@ -2,9 +2,9 @@
 """What the examples share: one model twice, its own attention and fused attention, compared and timed in turn.
 
 Parity is the largest difference over the largest value. Calls alternate in one process, five times at least, and a time
-is the lower quartile: a training step of a large model asks the system for as much memory as it has parameters, and how
-long that takes differs by half from step to step. Memory is the peak that one call adds to the process, as the
-operating system counts it.
+is the lower quartile. A training step keeps the memory of its gradients and writes zeros there: how long the system
+takes to hand over as much anew as a large model has parameters differs by half from step to step. Memory is the peak
+that one call adds to the process, as the operating system counts it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compare_models(
             return run(model)
 
     def step(model: nn.Module) -> Tensor:
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         output = run(model)
         # A sum with uneven signs: that of squares hardly moves behind a layer norm.
         output.backward(torch.linspace(-1.0, 1.0, output.numel()).sin().view_as(output))

@@ -4,7 +4,7 @@
     pip install --group examples && pip install --no-deps --group examples-alone
     python examples/cpp_serving/run.py
 
-Serves the 2300 paragraphs of pydoc_data.topics, once with fused attention and once with nn.MultiheadAttention. Needs
+Serves the paragraphs of pydoc_data.topics, once with fused attention and once with nn.MultiheadAttention. Needs
 CMake and a compiler. Nothing is fetched from anywhere.
 """
 
@@ -96,7 +96,7 @@ def difference_to_transformers(found: Tensor, requests: list[list[int]]) -> floa
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small encoder and a handful of requests")
-    parser.add_argument("--paragraphs", type=int, help="so many of the 2300; all where it is not given")
+    parser.add_argument("--paragraphs", type=int, help="so many of them; all where it is not given")
     parser.add_argument("--build", type=Path, help="folder to build the program in, to keep it")
     options = parser.parse_args()
     quick = options.quick
