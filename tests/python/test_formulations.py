@@ -437,8 +437,9 @@ def test_valid_lengths_heads_must_divide_the_width() -> None:
         fused_mha.ValidLengthsAttention(8, 8, 8, 8, 3, 0.0)
 
 
-def test_valid_lengths_module_compiles_whole() -> None:
-    fused = fused_mha.ValidLengthsAttention(8, 8, 8, 8, 2, 0.0, keep_weights=True)
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_valid_lengths_module_compiles_whole(keep_weights: bool) -> None:
+    fused = fused_mha.ValidLengthsAttention(8, 8, 8, 8, 2, 0.0, keep_weights=keep_weights)
     compiled = torch.compile(copy.deepcopy(fused), backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 3, 8)
     for lengths in (torch.tensor([3, 1]), torch.tensor([[1, 2, 3], [0, 1, 2]])):
