@@ -5,6 +5,6 @@
 
 namespace fused_mha::cpu {
 
-const IsaKernels& kernels_avx2() { return avx2::kKernels; }
+const IsaKernels& kernels_avx2() noexcept { return avx2::kKernels; }
 
 }  // namespace fused_mha::cpu

@@ -6,6 +6,6 @@
 
 namespace fused_mha::cpu {
 
-const IsaKernels& kernels_avx512() { return avx512::kKernels; }
+const IsaKernels& kernels_avx512() noexcept { return avx512::kKernels; }
 
 }  // namespace fused_mha::cpu

@@ -10,7 +10,7 @@
 namespace fused_mha::cpu {
 namespace {
 
-IsaKernels with_pairs(IsaKernels kernels) {
+IsaKernels with_pairs(IsaKernels kernels) noexcept {
   using avx512bf16::BFloat16Pair;
   kernels.bfloat16.forward_scratch = avx512bf16::forward_scratch<float, BFloat16Pair>;
   kernels.bfloat16.forward = avx512bf16::forward_item<float, BFloat16Pair>;
@@ -21,7 +21,7 @@ IsaKernels with_pairs(IsaKernels kernels) {
 
 }  // namespace
 
-const IsaKernels& kernels_avx512bf16() {
+const IsaKernels& kernels_avx512bf16() noexcept {
   static const IsaKernels kKernels = with_pairs(kernels_avx512());
   return kKernels;
 }

@@ -5,6 +5,6 @@
 
 namespace fused_mha::cpu {
 
-const IsaKernels& kernels_generic() { return generic::kKernels; }
+const IsaKernels& kernels_generic() noexcept { return generic::kKernels; }
 
 }  // namespace fused_mha::cpu

@@ -160,9 +160,9 @@ struct IsaKernels {
   KernelTable bfloat16;       // for bfloat16 tensors, sums in float
 };
 
-const IsaKernels& kernels_generic();
-const IsaKernels& kernels_avx2();
-const IsaKernels& kernels_avx512();
-const IsaKernels& kernels_avx512bf16();
+const IsaKernels& kernels_generic() noexcept;
+const IsaKernels& kernels_avx2() noexcept;
+const IsaKernels& kernels_avx512() noexcept;
+const IsaKernels& kernels_avx512bf16() noexcept;
 
 }  // namespace fused_mha::cpu
