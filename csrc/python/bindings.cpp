@@ -74,6 +74,7 @@ py::dict to_dict(const fused_mha::detail::CallRecord& record) {
   call["is_causal"] = record.is_causal;
   call["bottom_right"] = record.bottom_right;
   call["sink"] = record.sink;
+  call["score_weight"] = record.score_weight;
   call["dropout_p"] = record.dropout_p;
   call["weights_mode"] = record.weights_mode;
   call["weights_before_dropout"] = record.weights_before_dropout;

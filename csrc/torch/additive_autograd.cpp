@@ -12,6 +12,7 @@
 
 #include "torch/additive_derivatives.h"
 #include "torch/autograd_node.h"
+#include "torch/call_record.h"
 #include "torch/derivatives.h"
 #include "torch/operators.h"
 #include "torch/tangents.h"
@@ -141,6 +142,14 @@ ForwardResult additive_attention_forward_autograd(c10::DispatchKeySet keys, cons
         torch::autograd::collect_next_edges(query, key, value, score_weight, key_padding_mask, attn_mask));
     node->arguments.save(arguments, score_weight);
   }
+  const bool is_forward_mode = has_tangent(arguments) || is_dual(score_weight);
+  if (is_recording_calls()) {
+    using torch::autograd::compute_requires_grad;
+    note_derivatives({compute_requires_grad(query), compute_requires_grad(key), compute_requires_grad(value),
+                      compute_requires_grad(key_padding_mask), compute_requires_grad(attn_mask),
+                      compute_requires_grad(score_weight)},
+                     is_forward_mode);
+  }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return additive_forward_operator().redispatch(keys & c10::after_autograd_keyset, query, key, value, score_weight,
@@ -156,7 +165,7 @@ ForwardResult additive_attention_forward_autograd(c10::DispatchKeySet keys, cons
     node->row_sum = SavedVariable(row_sum, true);
     announce_node(node);
   }
-  if (has_tangent(arguments) || is_dual(score_weight)) {
+  if (is_forward_mode) {
     auto primals = arguments;
     for (auto* tensor : {&primals.query, &primals.key, &primals.value}) *tensor = tensor->_fw_primal(/*level=*/0);
     for (auto* mask : {&primals.key_padding_mask, &primals.attn_mask}) *mask = primal_of(*mask);

@@ -60,6 +60,13 @@ CallRecord record_of(const AttentionArguments& a, const core::AttentionProblem& 
   return record;
 }
 
+CallRecord record_of(const AttentionArguments& a, const at::Tensor& score_weight,
+                     const core::AttentionProblem& problem) {
+  auto record = record_of(a, problem);
+  record.score_weight = tensor_text(score_weight);
+  return record;
+}
+
 CallRecord record_of(const VarlenArguments& a, const std::vector<core::AttentionProblem>& problems) {
   CallRecord record;
   record.device = a.query.device().str();

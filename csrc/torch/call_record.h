@@ -5,6 +5,7 @@
 // for them; where nobody asked, a door pays for one look at a thread-local variable.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <fused_mha/export.h>
 
 #include <array>
@@ -19,7 +20,8 @@ namespace fused_mha::detail {
 struct AttentionArguments;
 struct VarlenArguments;
 
-/// One call of _attention_forward or _varlen_forward. Masks and sink are "" where none was given, else dtype and shape.
+/// One call of _attention_forward, _varlen_forward or _additive_attention_forward. Masks, sink and score_weight are ""
+/// where none was given, else dtype and shape.
 struct CallRecord {
   std::string device;
   std::string dtype;
@@ -31,12 +33,14 @@ struct CallRecord {
   bool is_causal = false;
   bool bottom_right = false;
   std::string sink;
+  std::string score_weight;  // of additive attention, which has no sink
   double dropout_p = 0.0;
   std::int64_t weights_mode = 0;  // core::WeightsMode or kLogSumExp
   bool weights_before_dropout = false;
-  std::array<bool, 6> gradients{};  // query, key, value, key_padding_mask, attn_mask, sink: those autograd will ask for
-  bool has_tangent = false;         // a forward-mode derivative is computed beside, unfused
-  cpu::ForwardDescription cpu;      // of a call on the CPU
+  // query, key, value, key_padding_mask, attn_mask, and sink or score_weight: those that autograd will ask for
+  std::array<bool, 6> gradients{};
+  bool has_tangent = false;     // a forward-mode derivative is computed beside, unfused
+  cpu::ForwardDescription cpu;  // of a call on the CPU; of an additive one what it says of the masks holds
   // Of a call on a CUDA device: why forward and backward do not run on tensor cores; "" where they do.
   std::string cuda_forward_refusal;
   std::string cuda_backward_refusal;
@@ -54,6 +58,8 @@ bool is_recording_calls();
 CallRecord record_of(const AttentionArguments& arguments, const core::AttentionProblem& problem);
 /// One record for all sequences, with the sizes of the longest.
 CallRecord record_of(const VarlenArguments& arguments, const std::vector<core::AttentionProblem>& problems);
+CallRecord record_of(const AttentionArguments& arguments, const at::Tensor& score_weight,
+                     const core::AttentionProblem& problem);
 
 /// What autograd found about the call that this thread is about to make.
 void note_derivatives(const std::array<bool, 6>& gradients, bool has_tangent);

@@ -82,7 +82,13 @@ ForwardResult additive_attention_forward_cpu(const at::Tensor& query, const at::
       additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
   check_additive_forward("_additive_attention_forward", arguments, score_weight);
   auto result = allocate_forward(arguments);
-  cpu::additive_attention_forward(to_problem(arguments), to_score_weight(score_weight), to_outputs(arguments, result),
+  const auto problem = to_problem(arguments);
+  if (is_recording_calls()) {
+    auto record = record_of(arguments, score_weight, problem);
+    record.cpu = cpu::describe_forward(problem, kernel_weights_mode(arguments), torch_threads());
+    note_call(std::move(record));
+  }
+  cpu::additive_attention_forward(problem, to_score_weight(score_weight), to_outputs(arguments, result),
                                   torch_threads());
   return result;
 }

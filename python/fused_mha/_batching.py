@@ -10,6 +10,10 @@ One call of the kernels does all B. The mapped dimension becomes part of N or of
 
 Of those possible the one that copies the fewest bytes is taken, so a mask is read in place where any of them can.
 
+Additive attention is folded likewise. Its score_weight has one row a head and none a sample, so where it is mapped, or
+its gradient wanted for each, there are the places beside the heads alone; where these are barred, each has a call of
+its own.
+
 With dropout each of the B has a call of its own: an element's bits depend on (n, h, l, s), and must be those that a
 loop would have had. ``randomness=`` takes effect where the state of the generator is drawn: a mapped state makes
 another mask for each, one that is not mapped the same for all.
@@ -27,7 +31,8 @@ from torch import Tensor
 
 _AVERAGED = 1  # core::WeightsMode::kAveraged
 
-#: Places of query, key, value, key_padding_mask, attn_mask and sink in what follows.
+#: Places of query, key, value, key_padding_mask, attn_mask and sink in what follows. Additive attention has
+#: score_weight, seen as (1, H, 1, D), in the place of the sink.
 _QUERY, _KEY, _VALUE, _PADDING, _MASK, _SINK = range(6)
 #: Those that may have size 1 where the others have N or H.
 _BROADCAST = (_MASK, _SINK)
@@ -98,15 +103,21 @@ class _Folded:
     """The tensors of a call, apart from the generator's state, and how all B of them become one call.
 
     ``wanted`` says for which the call computes gradients: one for each of the B, whether the tensor is mapped or not.
+    ``beside_heads`` bars the place beside the batch.
     """
 
     def __init__(
-        self, operands: list[_Operand | None], batch_size: int, averages_heads: bool, wanted: list[bool]
+        self,
+        operands: list[_Operand | None],
+        batch_size: int,
+        averages_heads: bool,
+        wanted: list[bool],
+        beside_heads: bool = False,
     ) -> None:
         self.operands = operands
         self.batch_size = batch_size
         self.serves_all = [o is None or not (o.mapped or w) for o, w in zip(operands, wanted, strict=True)]
-        self.place = self._choose_place(averages_heads)
+        self.place = self._choose_place(averages_heads, beside_heads)
 
     def argument(self, which: int) -> Tensor | None:
         """As the one call takes it."""
@@ -158,21 +169,22 @@ class _Folded:
         sizes[place.merged_dim + operand.mapped] = query.size(place.merged_dim)
         return _Operand(operand.tensor.expand(sizes), operand.mapped)
 
-    def _places(self, averages_heads: bool) -> list[_Place]:
+    def _places(self, averages_heads: bool, beside_heads: bool) -> list[_Place]:
         """Those possible; of two that cost the same the first is taken."""
-        places = [_Place.BEFORE_BATCH]
+        places = [] if beside_heads else [_Place.BEFORE_BATCH]
         if not averages_heads and self.serves_all[_PADDING]:
             if self.serves_all[_KEY] and self.serves_all[_VALUE]:
                 places.append(_Place.AFTER_HEADS)
             places.append(_Place.BEFORE_HEADS)
         return places
 
-    def _choose_place(self, averages_heads: bool) -> _Place:
+    def _choose_place(self, averages_heads: bool, beside_heads: bool) -> _Place:
+        places = self._places(averages_heads, beside_heads)
         given = [(which, operand) for which, operand in enumerate(self.operands) if operand is not None]
         sizes = [self.batch_size, *(size for _, operand in given for size in operand.tensor.shape)]
         if any(isinstance(size, torch.SymInt) for size in sizes):
             # Costs cannot be compared without guards, for which other sizes would be compiled again.
-            return _Place.BEFORE_BATCH
+            return places[0]
 
         def cost(place: _Place) -> int:
             return sum(
@@ -181,7 +193,7 @@ class _Folded:
                 if not self._stays(which, operand, place)
             )
 
-        return min(self._places(averages_heads), key=cost)
+        return min(places, key=cost)
 
 
 def _stacked(
@@ -302,18 +314,19 @@ def _meta_sample(arg: Any, mapped_dim: Any) -> Any:
     return arg.new_empty(sizes, device="meta")
 
 
-def _loop_rule(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """A call for each of the B: sequences differ in length, and dropout depends on the number of each."""
+def _loop_rule(op: Callable[..., tuple[Tensor, ...]], statistics: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """A call for each of the B. ``statistics`` are the places of row_max and row_sum, which have to be contiguous."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-        def own(arg: Any, mapped_dim: Any, sample: int) -> Any:
+        def own(place: int, sample: int) -> Any:
+            arg, mapped_dim = args[place], in_dims[place]
             if not isinstance(arg, Tensor) or mapped_dim is None:
                 return arg
             part = arg.select(mapped_dim, sample)
-            return part.contiguous() if part.dim() == 1 else part  # row_max and row_sum have to be
+            return part.contiguous() if place in statistics else part
 
         def call(sample: int) -> tuple[Tensor, ...]:
-            return op(*(own(arg, mapped_dim, sample) for arg, mapped_dim in zip(args, in_dims, strict=True)))
+            return op(*(own(place, sample) for place in range(len(args))))
 
         if info.batch_size > 0:
             return _stacked(info.batch_size, call)
@@ -324,9 +337,98 @@ def _loop_rule(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     return rule
 
 
+def _fold_additive(
+    operands: list[_Operand | None], batch_size: int, averages_heads: bool, wanted: list[bool]
+) -> _Folded | None:
+    """The one call, or None where there is no place for the mapped dimension."""
+    weight, padding = operands[_SINK], operands[_PADDING]
+    assert weight is not None
+    beside_heads = weight.mapped or wanted[_SINK]
+    one_padding = padding is None or not (padding.mapped or wanted[_PADDING])
+    if beside_heads and (averages_heads or not one_padding):
+        return None
+    tensor = weight.tensor
+    if tensor.dim() - weight.mapped == 1:
+        tensor = tensor.unsqueeze(-2)
+    as_heads = _Operand(tensor.unsqueeze(-2).unsqueeze(-4), weight.mapped)
+    return _Folded([*operands[:_SINK], as_heads], batch_size, averages_heads, wanted, beside_heads)
+
+
+def _folded_additive_arguments(folded: _Folded) -> list[Tensor | None]:
+    """query, key, value, score_weight, key_padding_mask, attn_mask of the one call."""
+    query, key, value, padding, mask, weight = folded.arguments()
+    assert weight is not None
+    rows = weight[0, :, 0]
+    return [query, key, value, rows[0] if rows.size(0) == 1 else rows, padding, mask]
+
+
+def _additive_forward_rule(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    op = torch.ops.fused_mha._additive_attention_forward
+    query, key, value, weight, padding, mask = (_operand(args[i], in_dims[i]) for i in range(6))
+    is_causal, dropout_p, _, mode = args[6:]
+    operands = [query, key, value, padding, mask, weight]
+    folded = None if dropout_p > 0 else _fold_additive(operands, info.batch_size, mode == _AVERAGED, [False] * 6)
+    if folded is None:
+        results: tuple[tuple[Tensor, ...], tuple[int | None, ...]] = _loop_rule(op)(info, in_dims, *args)
+        return results
+    output, weights, *statistics = op(*_folded_additive_arguments(folded), is_causal, 0.0, None, mode)
+    returned = folded.result(weights) if mode else weights
+    return (folded.result(output), returned, *map(folded.result, statistics)), (0, 0 if mode else None, 0, 0)
+
+
+def _additive_backward_rule(
+    info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    op = torch.ops.fused_mha._additive_attention_backward
+    grad_output, grad_weights, query, key, value, weight, padding, mask, output, row_max, row_sum = (
+        _operand(args[i], in_dims[i]) for i in range(11)
+    )
+    is_causal, dropout_p, _, mode, wanted = args[11:]
+    operands = [query, key, value, padding, mask, weight]
+    places = (_QUERY, _KEY, _VALUE, _SINK, _PADDING, _MASK)  # of the gradients in the order in which they come
+    wanted_places = [wanted[places.index(place)] for place in range(6)]
+    averages_heads = mode == _AVERAGED and grad_weights is not None
+    folded = None if dropout_p > 0 else _fold_additive(operands, info.batch_size, averages_heads, wanted_places)
+    if folded is None:
+        looped: tuple[tuple[Tensor, ...], tuple[int | None, ...]] = _loop_rule(op, (9, 10))(info, in_dims, *args)
+        return looped
+    results = op(
+        folded.like_query(grad_output),
+        folded.like_query(grad_weights),
+        *_folded_additive_arguments(folded),
+        folded.like_query(output),
+        _contiguous(folded.like_query(row_max)),
+        _contiguous(folded.like_query(row_sum)),
+        is_causal,
+        0.0,
+        None,
+        mode,
+        wanted,
+    )
+
+    def gradient(which: int) -> Tensor:
+        result: Tensor = results[which]
+        if places[which] != _SINK:
+            return folded.gradient(result, places[which])
+        assert weight is not None
+        rows = folded.gradient(result.view(1, -1, 1, result.size(-1)), _SINK)[:, 0, :, 0]
+        return rows[:, 0] if weight.tensor.dim() - weight.mapped == 1 else rows
+
+    # One that nobody wants is an empty tensor, the same for all.
+    return (
+        tuple(gradient(i) if wanted[i] else result for i, result in enumerate(results)),
+        tuple(0 if w else None for w in wanted),
+    )
+
+
 def register() -> None:
-    for name in ("_varlen_forward", "_varlen_backward"):
-        torch.library.register_vmap(f"fused_mha::{name}", _loop_rule(getattr(torch.ops.fused_mha, name)))
+    # Sequences differ in length.
+    for name, statistics in (("_varlen_forward", ()), ("_varlen_backward", (7, 8))):
+        torch.library.register_vmap(f"fused_mha::{name}", _loop_rule(getattr(torch.ops.fused_mha, name), statistics))
+    torch.library.register_vmap("fused_mha::_additive_attention_forward", _additive_forward_rule)
+    torch.library.register_vmap("fused_mha::_additive_attention_backward", _additive_backward_rule)
     torch.library.register_vmap("fused_mha::_attention_forward", _forward_rule)
     torch.library.register_vmap("fused_mha::_attention_backward", _backward_rule)
     torch.library.register_vmap("fused_mha::dropout_mask", _dropout_mask_rule)

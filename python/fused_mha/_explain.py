@@ -18,7 +18,7 @@ from fused_mha.replace import _why_left
 __all__ = ["AttentionCall", "Choice", "Explanation", "explain"]
 
 _WEIGHTS = ("none", "averaged", "per head", "none, log-sum-exps instead")
-_GRADIENTS = ("query", "key", "value", "key_padding_mask", "attn_mask", "sink")
+_GRADIENTS = ("query", "key", "value", "key_padding_mask", "attn_mask")  # and sink or score_weight
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,15 @@ def _kernel_choices(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice
     yield _sizes(facts)
     yield _dtype(facts)
     yield _device(facts)
+    is_additive = bool(facts["score_weight"])
+    if is_additive:
+        yield Choice("scores", "additive", f"score_weight {facts['score_weight']}; no tensor of sums is made")
     if on_cpu:
         yield _instruction_set(facts)
+    if on_cpu and not is_additive:
         yield _rows(facts)
         yield _threads(facts)
-    else:
+    if not on_cpu:
         yield _tensor_cores(facts)
     yield from _masks(facts) if on_cpu else _masks_unread(facts)
     before_dropout = "as they are before dropout" if facts["weights_before_dropout"] else ""
@@ -315,11 +319,12 @@ def _masks(facts: Mapping[str, Any]) -> Iterator[Choice]:
 
 
 def _derivatives(facts: Mapping[str, Any], compiled: bool) -> Iterator[Choice]:
-    wanted = [name for name, is_wanted in zip(_GRADIENTS, facts["gradients"], strict=True) if is_wanted]
+    names = (*_GRADIENTS, "score_weight" if facts["score_weight"] else "sink")
+    wanted = [name for name, is_wanted in zip(names, facts["gradients"], strict=True) if is_wanted]
     if compiled:
         yield Choice("backward", "not known here", "torch.compile made the derivative a graph of its own")
     elif wanted:
-        splits = facts.get("backward_key_splits", 1)
+        splits = 1 if facts["score_weight"] else facts.get("backward_key_splits", 1)
         parts = f"; keys in {splits} parts" if splits > 1 else ""
         yield Choice("backward", "fused", f"for {', '.join(wanted)}; weights are computed again tile by tile{parts}")
     else:

@@ -44,6 +44,22 @@ def _backward(
     return count
 
 
+def _additive_backward(
+    grad_output: _Shape | None,
+    grad_weights: _Shape | None,
+    query: _Shape,
+    key: _Shape,
+    value: _Shape,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    wanted: Sequence[bool] = rest[10]
+    count = _product(query, key, query[3]) * (1 + wanted[0] + wanted[1] + wanted[3])
+    if grad_output is not None:
+        count += _product(query, key, value[3]) * (1 + wanted[2])
+    return count
+
+
 def _varlen_products(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
     """Multiply-adds of one product, for each number of the width; lengths that cannot be read count as equal."""
     if cu_seqlens_q.is_meta or type(cu_seqlens_q) is not Tensor:  # meta and fake tensors hold no numbers
@@ -81,6 +97,8 @@ _varlen_backward._get_raw = True  # type: ignore[attr-defined]
 flop_formulas: Mapping[Any, Callable[..., int]] = {
     torch.ops.fused_mha._attention_forward: _forward,
     torch.ops.fused_mha._attention_backward: _backward,
+    torch.ops.fused_mha._additive_attention_forward: _forward,  # scores are sums over D of score_weight times tanh
+    torch.ops.fused_mha._additive_attention_backward: _additive_backward,
     torch.ops.fused_mha._varlen_forward: _varlen_forward,
     torch.ops.fused_mha._varlen_backward: _varlen_backward,
 }

@@ -4,8 +4,6 @@
 import torch
 from torch import Tensor, nn
 
-from fused_mha import functional
-
 __all__ = ["AdditiveAttention"]
 
 
@@ -97,8 +95,9 @@ class AdditiveAttention(nn.Module):
             key_features = self.project_keys(keys)
         score_weight = self.w_v.weight.squeeze(0)
         dropout_p = self.dropout if self.training else 0.0
+        # The operators themselves: torch.jit.script takes no Python function with keyword-only defaults.
         if need_weights:
-            return functional.additive_attention_with_weights(
+            output, weights = torch.ops.fused_mha.additive_attention_with_weights(
                 query_features,
                 key_features,
                 values,
@@ -107,7 +106,8 @@ class AdditiveAttention(nn.Module):
                 attn_mask=attn_mask,
                 dropout_p=dropout_p,
             )
-        output = functional.additive_attention(
+            return output, weights
+        output = torch.ops.fused_mha.additive_attention(
             query_features,
             key_features,
             values,

@@ -26,13 +26,16 @@ def custom_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     The exported graph has MatMul, Softmax, Where and the like; sizes may be dynamic. Results are those of the
     operators, rows that see no key included. Keys hidden by a key_padding_mask may hold NaN; other hidden keys must be
-    finite. Not fused: a runtime that knows the pattern may fuse it. Gradients and dropout are not exported: call
-    ``eval()`` on the model first.
+    finite. Not fused: a runtime that knows the pattern may fuse it, and additive attention makes a tensor of all
+    N * H * L * S * D sums. Gradients and dropout are not exported: call ``eval()`` on the model first.
 
     Raises:
         ModuleNotFoundError: onnxscript is not installed.
     """
-    return {torch.ops.fused_mha._attention_forward.default: _attention_forward}
+    return {
+        torch.ops.fused_mha._attention_forward.default: _attention_forward,
+        torch.ops.fused_mha._additive_attention_forward.default: _additive_attention_forward,
+    }
 
 
 def _attention_forward(
@@ -51,9 +54,48 @@ def _attention_forward(
     sink: Any = None,
     weights_before_dropout: bool = False,  # there is none
 ) -> tuple[Any, Any, Any, Any]:
-    if dropout_p > 0.0:
-        raise ValueError("fused_mha: dropout is not exported to ONNX; call eval() on the model first")
-    graph = _Graph(query, key, always_visible_keys)
+    graph = _Graph(query, key, dropout_p, always_visible_keys)
+    op = graph.op
+    scaled = op.Mul(graph.wide(query), graph.number(scale))
+    scores = op.MatMul(scaled, op.Transpose(graph.wide(graph.for_each_head(key)), perm=[0, 1, 3, 2]))
+    masks = (key_padding_mask, attn_mask, is_causal, bottom_right)
+    return _attend(graph, scores, query, value, masks, sink, weights_mode)
+
+
+def _additive_attention_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_weight: Any,
+    key_padding_mask: Any,
+    attn_mask: Any,
+    is_causal: bool,
+    dropout_p: float,
+    rng_state: Any,
+    weights_mode: int,
+) -> tuple[Any, Any, Any, Any]:
+    graph = _Graph(query, key, dropout_p, 0)
+    op = graph.op
+    rows = op.Unsqueeze(graph.wide(query), graph.integers(3))
+    keys = op.Unsqueeze(graph.wide(graph.for_each_head(key)), graph.integers(2))
+    # (D, 1), or (H, 1, D, 1) with one for each head.
+    places = graph.integers(1) if len(score_weight.shape) == 1 else graph.integers(1, 3)
+    column = op.Unsqueeze(graph.wide(score_weight), places)
+    scores = op.Squeeze(op.MatMul(op.Tanh(op.Add(rows, keys)), column), graph.integers(-1))
+    return _attend(graph, scores, query, value, (key_padding_mask, attn_mask, is_causal, False), None, weights_mode)
+
+
+def _attend(
+    graph: "_Graph",
+    scores: Any,
+    query: Any,
+    value: Any,
+    masking: tuple[Any, Any, bool, bool],
+    sink: Any,
+    weights_mode: int,
+) -> tuple[Any, Any, Any, Any]:
+    """All results of a call from its scores (N, H, L, S) before masks."""
+    key_padding_mask, attn_mask, is_causal, bottom_right = masking
     op = graph.op
     padding = None if key_padding_mask is None else op.Unsqueeze(key_padding_mask, graph.integers(1, 2))
     # What a node makes has no dtype yet: that of the mask as given counts.
@@ -65,8 +107,6 @@ def _attention_forward(
     hidden = graph.hidden_by(masks, is_causal, bottom_right)
     bias = graph.sum_of([mask for mask, is_bool in masks if not is_bool])
 
-    scaled = op.Mul(graph.wide(query), graph.number(scale))
-    scores = op.MatMul(scaled, op.Transpose(graph.wide(graph.for_each_head(key)), perm=[0, 1, 3, 2]))
     if bias is not None:
         scores = op.Add(scores, bias)
     if hidden is not None:
@@ -103,7 +143,9 @@ def _attention_forward(
 class _Graph:
     """Pieces of the graph of one call, with sums in float32 (float64 for float64), as the operators have them."""
 
-    def __init__(self, query: Any, key: Any, always_visible_keys: int) -> None:
+    def __init__(self, query: Any, key: Any, dropout_p: float, always_visible_keys: int) -> None:
+        if dropout_p > 0.0:
+            raise ValueError("fused_mha: dropout is not exported to ONNX; call eval() on the model first")
         self.op: Any = importlib.import_module("onnxscript").opset18
         self._onnx: Any = importlib.import_module("onnx")
         types = self._onnx.TensorProto

@@ -347,7 +347,7 @@ def gradients_sample_by_sample(model: nn.Module, x: torch.Tensor) -> list[list[t
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("error:There is a performance drop")
 def test_per_sample_gradients_by_vmap() -> None:
     model, x = fused_mha.MultiheadAttention(E, H, batch_first=True), torch.randn(N, L, E)
     parameters = dict(model.named_parameters())
