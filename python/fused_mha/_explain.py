@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_mha import _C, functional
-from fused_mha.module import MultiheadAttention, _in_parameters, _why_out_proj_is_called
+from fused_mha.module import MultiheadAttention, _in_parameters, _why_called
 from fused_mha.replace import _why_left
 
 __all__ = ["AttentionCall", "Choice", "Explanation", "explain"]
@@ -184,7 +184,7 @@ def _stock_modules(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]
 
 def _door_choices(module: MultiheadAttention, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Choice]:
     """How the module brings its inputs to the kernel."""
-    why_called = _why_out_proj_is_called(module.out_proj, _in_parameters(module))
+    why_called = _why_called(module.out_proj, "out_proj", _in_parameters(module))
     if module._has_options:
         why_called = "the module has options that stock lacks"
     if why_called:

@@ -4,6 +4,8 @@
 import torch
 from torch import Tensor, nn
 
+from fused_mha.module import _why_called
+
 __all__ = ["AdditiveAttention"]
 
 
@@ -93,7 +95,11 @@ class AdditiveAttention(nn.Module):
         query_features = self.W_q(queries)
         if key_features is None:
             key_features = self.project_keys(keys)
-        score_weight = self.w_v.weight.squeeze(0)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            # TorchScript cannot ask what w_v is; this way is right for all of them.
+            score_weight = self.w_v(_identity(query_features)).squeeze(-1)
+        else:
+            score_weight = _score_weight(self.w_v, query_features)
         dropout_p = self.dropout if self.training else 0.0
         # The operators themselves: torch.jit.script takes no Python function with keyword-only defaults.
         if need_weights:
@@ -120,3 +126,17 @@ class AdditiveAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.query_size}, {self.key_size}, {self.num_hiddens}, dropout={self.dropout}"
+
+
+def _identity(features: Tensor) -> Tensor:
+    return torch.eye(features.size(-1), dtype=features.dtype, device=features.device)
+
+
+def _score_weight(w_v: nn.Module, features: Tensor) -> Tensor:
+    """(D). Where something hangs on w_v it is called, with the rows of the identity, whose images are its weights."""
+    if _why_called(w_v, "w_v"):
+        called: Tensor = w_v(_identity(features)).squeeze(-1)
+        return called
+    parameter = w_v._parameters["weight"]
+    assert parameter is not None
+    return parameter.squeeze(0)

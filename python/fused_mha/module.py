@@ -438,31 +438,31 @@ def _in_parameters_by_attribute(module: MultiheadAttention) -> tuple[Tensor | No
     )
 
 
-def _why_out_proj_is_called(out_proj: nn.Module, in_parameters: tuple[Tensor | None, ...]) -> str:
-    """Why a call cannot be the one operator that takes all weights; '' where it can, as a rule.
+def _why_called(layer: nn.Module, name: str, beside: tuple[Tensor | None, ...] = ()) -> str:
+    """Why the operator cannot be given the weights of this Linear; '' where it can, as a rule.
 
-    Otherwise the in-projections are F.linear of whatever the attributes give, and out_proj is called as a module, so
-    that what hangs on them takes effect. The answers are the same.
+    Otherwise the layer is called as a module, and the parameters ``beside`` it go through F.linear as the attributes
+    give them, so that what hangs on them takes effect. The answers are the same.
     """
-    kind = type(out_proj)
+    kind = type(layer)
     if kind is not NonDynamicallyQuantizableLinear and kind is not nn.Linear:
-        return f"out_proj is a {kind.__name__}"
-    state = out_proj.__dict__
+        return f"{name} is a {kind.__name__}"
+    state = layer.__dict__
     if (
         state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
     ):
-        return "out_proj has hooks"
+        return f"{name} has hooks"
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "hooks for every module are registered"
     if "forward" in state:
-        return "out_proj.forward has been replaced"
-    out_parameters = state["_parameters"]
-    if "weight" not in out_parameters or "bias" not in out_parameters:
-        return "a parameter of out_proj has been replaced"
-    if _any_overrides((*in_parameters, out_parameters["weight"], out_parameters["bias"])):
+        return f"{name}.forward has been replaced"
+    parameters = state["_parameters"]
+    if "weight" not in parameters or "bias" not in parameters:
+        return f"a parameter of {name} has been replaced"
+    if _any_overrides((*beside, parameters["weight"], parameters["bias"])):
         return "a parameter is of a tensor subclass that overrides torch functions"
     return ""
 
@@ -601,7 +601,7 @@ def _padded_forward(
     out_proj = module._modules["out_proj"]
     assert out_proj is not None
     try:
-        if not (module.__dict__["_has_options"] or _why_out_proj_is_called(out_proj, in_parameters)):
+        if not (module.__dict__["_has_options"] or _why_called(out_proj, "out_proj", in_parameters)):
             output, weights = _forward_op(
                 query,
                 key,

@@ -26,11 +26,12 @@ def test_operators(name: str, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(found[1], expected[1])
 
 
-def test_a_float32_mask_is_not_rounded(device: str) -> None:
-    """pytorch#99012: the biases differ by less than one bfloat16 step."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_mask_is_not_rounded(dtype: torch.dtype, device: str) -> None:
+    """pytorch#99012: the biases differ by little more than one step of float16, and by less than one of bfloat16."""
     query, key = torch.zeros(1, 1, 2, 8, device=device), torch.zeros(1, 1, 4, 8, device=device)
     mask = (256 + torch.tensor([1.0, 2.0, 3.0, 4.0]).log()).to(device)
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=dtype):
         weights = ops.attention_with_weights(query, key, key, attn_mask=mask)[1]
     torch.testing.assert_close(
         weights.float(), torch.tensor([0.1, 0.2, 0.3, 0.4], device=device).expand(1, 2, 4), rtol=0.005, atol=0.0
@@ -66,19 +67,20 @@ def test_disabled_autocast_changes_nothing(device: str) -> None:
         assert ops.attention(*inputs.tensors()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_module(batch_first: bool, need_weights: bool, device: str) -> None:
+def test_module(batch_first: bool, need_weights: bool, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(1)
     ours = fused_mha.MultiheadAttention(16, 4, batch_first=batch_first).to(device)
     stock = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first).to(device)
     stock.load_state_dict(ours.state_dict())
     x = torch.randn(5, 5, 16, device=device)
     mask = torch.zeros(5, 5, device=device).masked_fill(later(5, 5).to(device), float("-inf"))
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=dtype):
         found = ours(x, x, x, attn_mask=mask, need_weights=need_weights)
         expected = stock(x, x, x, attn_mask=mask, need_weights=need_weights)
-    assert found[0].dtype == expected[0].dtype == torch.bfloat16
+    assert found[0].dtype == expected[0].dtype == dtype
     torch.testing.assert_close(found[0], expected[0], rtol=0.03, atol=0.03)
     assert (found[1] is None) == (not need_weights)
     found[0].float().square().sum().backward()

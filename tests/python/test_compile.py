@@ -7,6 +7,7 @@ import fused_mha
 import pytest
 import torch
 from cases import BY_NAME, later
+from functorch.compile import aot_module_simplified, make_boxed_func
 from torch._dynamo.testing import CompileCounterWithBackend
 
 ops = torch.ops.fused_mha
@@ -74,6 +75,63 @@ def test_changing_sizes_compile_once() -> None:
     assert frames == [frames[0]] * 3
 
 
+class Counter:
+    """A backend that runs graphs as they are and counts those of the forward and of the backward pass."""
+
+    def __init__(self) -> None:
+        self.graphs = {"forward": 0, "backward": 0}
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+        return aot_module_simplified(
+            graph, example_inputs, fw_compiler=self._compiler("forward"), bw_compiler=self._compiler("backward")
+        )
+
+    def _compiler(self, direction: str):
+        def compiler(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+            self.graphs[direction] += 1
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def every_operator(query, key, value, sink, bias, score_weight, padding, rows, cu_seqlens):
+    masks = {"key_padding_mask": padding, "attn_mask": bias}
+    options = {**masks, "is_causal": True, "causal_alignment": "bottom_right", "sink": sink, "dropout_p": 0.25}
+    output, lse = ops.attention_with_lse(query, key, value, **options)
+    _, weights = ops.attention_with_weights(query, key, value, **options, weights_before_dropout=True)
+    added, alignment = ops.additive_attention_with_weights(query, key, value, score_weight, **masks)
+    packed = ops.attention_varlen(rows, rows, rows, cu_seqlens, cu_seqlens, sink=sink)
+    return output, lse.exp(), weights, added, alignment, packed
+
+
+def inputs_of_every_operator(n: int, length: int, s: int) -> list[torch.Tensor]:
+    sizes = ((n, 4, length, 8), (n, 2, s, 8), (n, 2, s, 8), (4,), (length, s), (8,))
+    leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+    padding = torch.arange(s) >= torch.tensor([s, 1, 0, s - 1, 2])[:n, None]
+    rows = torch.randn(length + s, 4, 8, requires_grad=True)
+    return [*leaves, padding, rows, torch.tensor([0, length, length + s])]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_training_step_of_every_operator_is_compiled_once(dynamic: bool | None) -> None:
+    """Forward and backward graphs for all N, L, S; where PyTorch finds out by itself what changes, one more of each."""
+    counter = Counter()
+    compiled = torch.compile(every_operator, backend=counter, fullgraph=True, dynamic=dynamic)
+    # The first sizes all differ: of equal ones PyTorch assumes that they stay equal.
+    for n, length, s in ((5, 11, 7), (3, 9, 6), (4, 33, 65)):
+        given = inputs_of_every_operator(n, length, s)
+        results = []
+        for function in (every_operator, compiled):
+            torch.manual_seed(n)
+            outputs = function(*given)
+            leaves = [tensor for tensor in given if tensor.requires_grad]
+            results.append((*outputs, *torch.autograd.grad(sum(one.square().sum() for one in outputs), leaves)))
+        for ours, eager in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+    times = 1 if dynamic else 2
+    assert counter.graphs == {"forward": times, "backward": times}
+
+
 def test_dropout_follows_the_seed_in_compiled_code() -> None:
     inputs = BY_NAME["head_dim_33"].make(torch.float32).with_grad()
     compiled = torch.compile(lambda *t: ops.attention(*t, dropout_p=0.5), backend="aot_eager", fullgraph=True)
@@ -122,3 +180,29 @@ def test_export_with_dynamic_sizes() -> None:
         x, padding = torch.randn(2, 9, 16), torch.arange(9)[None, :] >= torch.tensor([[9], [0]])
         expected = module(x, x, x, key_padding_mask=padding)[0]
         torch.testing.assert_close(program.module()(x, padding), expected, rtol=1e-5, atol=1e-6)
+
+
+class EveryOperator(torch.nn.Module):
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, sink, bias, score_weight, padding, rows, cu_seqlens = given
+        masks = {"key_padding_mask": padding, "attn_mask": bias}
+        output, lse = ops.attention_with_lse(query, key, value, **masks, sink=sink)
+        added = ops.additive_attention(query, key, value, score_weight, **masks)
+        return output, lse, added, ops.attention_varlen(rows, rows, rows, cu_seqlens, cu_seqlens, is_causal=True)
+
+
+def test_a_package_of_aotinductor_holds_every_operator(tmp_path) -> None:
+    """For sizes other than those of the example. tests/package runs such a package from C++."""
+    n, length, s = (torch.export.Dim(name, min=2, max=99) for name in ("n", "length", "s"))
+    total = torch.export.Dim("total", min=2, max=999)
+    shapes = (
+        {0: n, 2: length}, {0: n, 2: s}, {0: n, 2: s}, None, {0: length, 1: s}, None, {0: n, 1: s}, {0: total}, None,
+    )  # fmt: skip
+    example, others = (
+        [tensor.detach() for tensor in inputs_of_every_operator(*sizes)] for sizes in ((3, 5, 7), (2, 9, 6))
+    )
+    program = torch.export.export(EveryOperator(), tuple(example), dynamic_shapes=(shapes,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "operators.pt2"))
+    found = torch._inductor.aoti_load_package(package)(*others)
+    for ours, eager in zip(found, EveryOperator()(*others), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)

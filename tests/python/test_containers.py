@@ -418,3 +418,32 @@ def test_one_answer_for_all_modes_with_weights() -> None:
         assert torch.equal(one[0], results[0][0])
     for i, one in enumerate(results):
         assert torch.equal(one[1], results[i % 2][1])
+
+
+# Options that stock lacks, in stock containers.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_options_inside_containers(container: str, mode: str) -> None:
+    """Grouped queries, widths and a sink in every place: the fused kernel runs, with one answer in all modes."""
+    training, gradients = MODES[mode]
+    _, fused = pair(container)
+    names = [name for name, one in fused.named_modules() if isinstance(one, nn.MultiheadAttention)]
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        attention = fused_mha.MultiheadAttention(
+            E, 4, batch_first=True, num_kv_heads=2, head_dim=6, v_head_dim=5, sink="learned"
+        )
+        setattr(fused.get_submodule(parent), child, attention)
+    inputs, options = arguments(container, MASKS["float padding and causal"])
+    expected = fused.train()(*inputs, **options).detach()
+    fused.train(training)
+    results = []
+    with torch.set_grad_enabled(gradients):
+        operators = operators_in(lambda: results.append(run(fused, inputs, options, gradients=gradients)))
+    assert operators[FUSED] == CONTAINERS[container][1]
+    assert not stock_attention_in(operators)
+    assert torch.equal(results[0][0], expected)
+    for gradient in results[0][1]:
+        assert torch.isfinite(gradient).all()

@@ -374,3 +374,77 @@ def test_per_sample_gradients_by_hooks() -> None:
     torch.testing.assert_close(weight, torch.stack(expected["out_proj.weight"]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(kept["grad"].sum(1), torch.stack(expected["out_proj.bias"]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.sum(0), model.out_proj.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+# The other modules, and the options of this one.
+
+
+class Other(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.attention(x, x, x)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+
+OTHERS = {
+    "options": lambda: fused_mha.MultiheadAttention(
+        E, H, batch_first=True, head_dim=6, num_kv_heads=2, out_dim=24, sink="learned"
+    ),
+    "additive": lambda: fused_mha.AdditiveAttention(E, E, 8),
+    "by_length": lambda: fused_mha.ValidLengthsAttention(E, E, E, E, H, 0.0),
+}
+LAYERS = {"options": ["out_proj"], "additive": ["W_q", "W_k", "w_v"], "by_length": ["W_q", "W_k", "W_v", "W_o"]}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_peft_on_the_layers_of_other_modules(kind: str) -> None:
+    """Also on the vector of additive attention, which is a Linear that the kernel reads."""
+    peft = pytest.importorskip("peft")
+    model, x = Other(OTHERS[kind]()), torch.randn(N, L, E)
+    plain = model(x).detach()
+    for layer in LAYERS[kind]:
+        config = peft.LoraConfig(r=2, target_modules=[layer], init_lora_weights=False)
+        tuned = peft.get_peft_model(copy.deepcopy(model), config)
+        found = tuned(x)
+        assert not torch.allclose(found, plain, atol=1e-4)
+        found.square().sum().backward()
+        adapters = [p for name, p in tuned.named_parameters() if "lora" in name]
+        assert len(adapters) == 2
+        assert all(p.grad is not None and p.grad.any() for p in adapters)
+        with torch.no_grad():
+            merged = tuned.merge_and_unload()
+        torch.testing.assert_close(merged(x), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_quantize_dynamic_of_other_modules(kind: str) -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("no engine for quantized layers")
+    from torch.ao import quantization
+
+    model, x = Other(OTHERS[kind]()).eval(), torch.randn(N, L, E)
+    kinds = {type(model.get_submodule(f"attention.{layer}")) for layer in LAYERS[kind]}
+    mapping = quantization.get_default_dynamic_quant_module_mappings()
+    mapping |= dict.fromkeys(kinds, mapping[nn.Linear])
+    quantized = quantization.quantize_dynamic(model, kinds, dtype=torch.qint8, mapping=mapping)
+    with torch.no_grad():
+        assert operators_in(lambda: quantized(x))["quantized::linear_dynamic"] == len(LAYERS[kind])
+        assert 0 < relative_error(quantized(x), model(x)) < 0.05
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_torchao_on_other_modules(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    model, x = Other(OTHERS[kind]()).eval().requires_grad_(False), torch.randn(N, L, E)
+    expected = model(x)
+    torchao.quantize_(
+        model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear)
+    )
+    assert all(type(model.get_submodule(f"attention.{layer}").weight) is not nn.Parameter for layer in LAYERS[kind])
+    assert 0 < relative_error(model(x), expected) < 0.05
