@@ -312,7 +312,8 @@ def _check_lengths(valid_lens: Tensor | None, queries: Tensor, keys: Tensor) -> 
         )
     shape = tuple(queries.shape[:2])
     # The tracer warns of sizes that are looked at; those of the example are no rule for other calls anyway.
-    if not torch.jit.is_tracing() and tuple(valid_lens.shape) not in (shape[:1], shape):
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    if not is_traced and tuple(valid_lens.shape) not in (shape[:1], shape):
         raise ValueError(
             f"{name}: valid_lens must have shape (N) = {shape[:1]} or (N, L) = {shape}, got {tuple(valid_lens.shape)}"
         )
