@@ -5,7 +5,10 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "catch.h"
 
@@ -193,6 +196,77 @@ TEST_CASE("forward mode from C++, alone and over reverse mode") {
       values_and_gradient((input - kStep * direction).detach().requires_grad_());
   CHECK(torch::allclose(output_change, (output_after - output_before) / (2 * kStep), 1e-6, 1e-8));
   CHECK(torch::allclose(gradient_change, (gradient_after - gradient_before) / (2 * kStep), 1e-6, 1e-7));
+}
+
+TEST_CASE("second order, forward mode and forward over reverse of every function from C++") {
+  torch::manual_seed(9);
+  const auto value = random_tensor({1, 2, 4, 3});
+  const auto sink = random_tensor({2});
+  const auto score_weight = random_tensor({2, 3});
+  const auto starts = torch::tensor({0, 3, 3, 8});
+  const auto options = AttentionOptions().is_causal(true).sink(sink).dropout_p(0.25);
+  const auto averaged = AttentionOptions(options).weights_before_dropout(true);
+  const auto additive = fused_mha::AdditiveAttentionOptions().is_causal(true).dropout_p(0.25);
+  // Of one tensor (1, 2, 4, 3), in several places.
+  const std::vector<std::pair<const char*, std::function<Tensor(const Tensor&)>>> functions{
+      {"attention", [&](const Tensor& x) { return fused_mha::attention(x, x, value, options).square().sum(); }},
+      {"attention_with_weights",
+       [&](const Tensor& x) {
+         const auto [output, weights] = fused_mha::attention_with_weights(x, value, x, averaged);
+         return output.square().sum() + weights.square().sum();
+       }},
+      {"attention_with_lse",
+       [&](const Tensor& x) {
+         const auto [output, lse] = fused_mha::attention_with_lse(x, x, x, options);
+         return output.square().sum() + lse.sin().sum();
+       }},
+      {"attention_varlen",
+       [&](const Tensor& x) {
+         const auto rows = x.reshape({8, 1, 3});
+         const auto packed = AttentionOptions(options).sink(sink.slice(0, 0, 1));
+         return fused_mha::attention_varlen(rows, rows, rows, starts, starts, packed).square().sum();
+       }},
+      {"additive_attention",
+       [&](const Tensor& x) {
+         return fused_mha::additive_attention(x, x, value, score_weight, additive).square().sum();
+       }},
+      {"additive_attention_with_weights",
+       [&](const Tensor& x) {
+         const auto row = x.select(2, 0).squeeze(0);  // (H, D): the gradient of score_weight
+         const auto [output, weights] = fused_mha::additive_attention_with_weights(x, value, x, row, additive);
+         return output.square().sum() + weights.square().sum();
+       }},
+  };
+  const auto input = random_tensor({1, 2, 4, 3});
+  const auto direction = random_tensor({1, 2, 4, 3});
+  for (const auto& [name, function] : functions) {
+    INFO(name);
+    const auto value_and_gradient = [&, &call = function](const Tensor& at) {
+      torch::manual_seed(3);
+      const auto result = call(at);
+      return std::pair{result, torch::autograd::grad({result}, {at}, {}, true, /*create_graph=*/true)[0]};
+    };
+    constexpr double kStep = 1e-6;
+    const auto after = value_and_gradient((input + kStep * direction).requires_grad_());
+    const auto before = value_and_gradient((input - kStep * direction).requires_grad_());
+    const auto expected_change = (after.first - before.first).detach() / (2 * kStep);
+    const auto expected = (after.second - before.second).detach() / (2 * kStep);
+    CHECK(expected.abs().max().item<double>() > 0.01);
+
+    const auto leaf = input.clone().requires_grad_();
+    const auto gradient = value_and_gradient(leaf).second;
+    const auto product = torch::autograd::grad({(gradient * direction).sum()}, {leaf})[0];
+    CHECK(torch::allclose(product, expected, 1e-5, 1e-6));
+
+    const auto level = torch::autograd::forward_ad::enter_dual_level();
+    const auto dual = at::_make_dual(leaf, direction, static_cast<std::int64_t>(level));
+    const auto [output, dual_gradient] = value_and_gradient(dual);
+    const auto change = std::get<1>(at::_unpack_dual(output, static_cast<std::int64_t>(level))).detach();
+    const auto over_reverse = std::get<1>(at::_unpack_dual(dual_gradient, static_cast<std::int64_t>(level))).detach();
+    torch::autograd::forward_ad::exit_dual_level(level);
+    CHECK(torch::allclose(change, expected_change, 1e-5, 1e-6));
+    CHECK(torch::allclose(over_reverse, expected, 1e-5, 1e-6));
+  }
 }
 
 TEST_CASE("manual_seed makes dropout reproducible") {
