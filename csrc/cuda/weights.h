@@ -83,9 +83,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
 #pragma unroll
       for (int c = 0; c < Tiles::kColumnSlots; ++c) {
         const Sum weight = unnormalized_weight(call.has_bias, factors, scores.at(slot, c), row.reference);
+        // What is dropped is multiplied by 0 and not left out: a row that is NaN is NaN throughout.
         const bool keeps = !drops || ((keep[slot] >> c) & 1U) != 0;
-        if (keeps && ((visible[slot] >> c) & 1U) != 0) {
-          total.at(slot, c) += weight * row.reciprocal * dropout_scale;
+        if (((visible[slot] >> c) & 1U) != 0) {
+          total.at(slot, c) += weight * row.reciprocal * (keeps ? dropout_scale : Sum{0});
         }
       }
     }

@@ -156,9 +156,17 @@ void check_launch(const LaunchState& launch) {
   }
 }
 
+std::size_t block_count(dim3 grid) { return std::size_t{grid.x} * grid.y * grid.z; }
+
 std::vector<std::uint32_t> block_order(const LaunchState& launch) {
-  std::vector<std::uint32_t> order(std::size_t{launch.grid.x} * launch.grid.y * launch.grid.z);
+  const std::size_t all = block_count(launch.grid);
+  const std::size_t ends = std::size_t{2} * launch.settings.blocks_at_each_end;
+  std::vector<std::uint32_t> order(ends == 0 ? all : std::min(all, ends));
   std::iota(order.begin(), order.end(), 0U);
+  if (order.size() < all) {
+    std::iota(order.begin() + launch.settings.blocks_at_each_end, order.end(),
+              static_cast<std::uint32_t>(all - launch.settings.blocks_at_each_end));
+  }
   if (launch.settings.order == Order::kDescending) std::reverse(order.begin(), order.end());
   if (launch.settings.order == Order::kRandom) {
     std::mt19937_64 random(launch.settings.seed);
@@ -192,8 +200,8 @@ void run_grid(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes,
       argument_bytes, settings(), ++serial, global_spans()};
   check_launch(launch);
   const std::vector<std::uint32_t> order = block_order(launch);
-  LaunchRecord record{name, static_cast<unsigned>(order.size()), block.x * block.y * block.z, shared_bytes, {}, {}, {},
-                      {}};
+  LaunchRecord record{
+      name, static_cast<unsigned>(block_count(grid)), block.x * block.y * block.z, shared_bytes, {}, {}, {}, {}};
   std::mutex mutex;
   Failure failure;
   std::atomic<std::size_t> next{0};

@@ -505,6 +505,24 @@ TEST_CASE("blocks on several host threads give the same") {
   CHECK(run(reverse<false>, 50, 64, 256, in.data(), out.data()).fault != Fault::kNone);
 }
 
+TEST_CASE("of a long grid the ends can run alone") {
+  const SettingsGuard guard;
+  settings().blocks_at_each_end = 2;
+  std::vector<float> in(64 * 9);
+  std::iota(in.begin(), in.end(), 1.0F);
+  std::vector<float> out(in.size());
+  const GlobalRange in_range(in.data(), in.size() * 4, false);
+  const GlobalRange out_range(out.data(), out.size() * 4, true);
+  in_every_order([&] {
+    std::fill(out.begin(), out.end(), 0.0F);
+    REQUIRE(run(reverse<true>, 9, 64, 256, in.data(), out.data()).text == "");
+    for (std::size_t block = 0; block < 9; ++block) {
+      const bool runs = block < 2 || block >= 7;
+      CHECK(out[block * 64] == (runs ? in[block * 64 + 63] : 0.0F));
+    }
+  });
+}
+
 TEST_CASE("launches that no card takes are refused") {
   float* const nothing = nullptr;
   CHECK(run(store_by_blocks, 1, 2048, 0, nothing).fault == Fault::kLaunch);

@@ -18,6 +18,7 @@
 #include "catch.h"
 #include "core/dropout.h"
 #include "core/reference.h"
+#include "cpu/run.h"
 #include "cuda/run.h"
 #include "emulated_calls.h"
 
@@ -50,6 +51,64 @@ bool uses(const std::string& kernel, unsigned threads_a_block) {
     return record.kernel == kernel && record.threads_a_block == threads_a_block;
   });
 }
+
+bool uses_as_many_blocks(const std::string& kernel, std::int64_t blocks) {
+  const auto& records = launches();
+  return std::any_of(records.begin(), records.end(), [&](const LaunchRecord& record) {
+    return record.kernel == kernel && record.blocks == static_cast<unsigned>(blocks);
+  });
+}
+
+/// The rows of a tensor (1, 1, rows, columns), each 2^31 elements behind the one before and alone in what kernels may
+/// touch. Pages between them that nobody touches take no memory.
+class FarRows {
+ public:
+  FarRows(const Tensor& near, bool writable)
+      : bytes_(static_cast<std::size_t>(near.sizes[2] * kStride) * core::size_of(near.view.dtype)),
+        memory_(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
+    REQUIRE(memory_ != MAP_FAILED);
+    rows_.sizes = near.sizes;
+    rows_.view = {memory_, near.view.dtype, {0, 0, kStride, 1}};
+    const std::size_t size = core::size_of(near.view.dtype);
+    for (std::int64_t l = 0; l < near.sizes[2]; ++l) {
+      for (std::int64_t d = 0; d < near.sizes[3]; ++d) rows_.set(0, 0, l, d, near.get(0, 0, l, d));
+      ranges_.push_back(
+          std::make_unique<GlobalRange>(static_cast<std::byte*>(memory_) + static_cast<std::size_t>(l * kStride) * size,
+                                        static_cast<std::size_t>(near.sizes[3]) * size, writable));
+    }
+  }
+  ~FarRows() {
+    ranges_.clear();
+    munmap(memory_, bytes_);
+  }
+  FarRows(const FarRows&) = delete;
+  FarRows& operator=(const FarRows&) = delete;
+
+  core::MutableView view() const { return rows_.view; }
+  core::View read() const { return rows_.read(); }
+  void spoil() {
+    for (std::int64_t l = 0; l < rows_.sizes[2]; ++l) {
+      for (std::int64_t d = 0; d < rows_.sizes[3]; ++d) rows_.set(0, 0, l, d, kNaN);
+    }
+  }
+  bool equals(const Tensor& near) const {
+    bool is_equal = true;
+    for (std::int64_t l = 0; l < rows_.sizes[2]; ++l) {
+      for (std::int64_t d = 0; d < rows_.sizes[3]; ++d) {
+        is_equal = is_equal && rows_.get(0, 0, l, d) == near.get(0, 0, l, d);
+      }
+    }
+    return is_equal;
+  }
+
+ private:
+  static constexpr std::int64_t kStride = (std::int64_t{1} << 31) + 8;
+
+  std::size_t bytes_;
+  void* memory_;
+  Tensor rows_;
+  std::vector<std::unique_ptr<GlobalRange>> ranges_;
+};
 
 }  // namespace
 
@@ -119,9 +178,7 @@ TEST_CASE("NaN reaches the rows that see it and no others") {
       const core::ReferenceForward expected = core::reference_forward(p->problem);
       const ForwardResult actual = run_forward(*p, WeightsMode::kPerHead);
       CHECK(relative_error(actual.output, expected.output) <= kForwardEpsilons * epsilon_of(dtype));
-      if (c.dropout_p == 0.0) {  // else elements of NaN that are dropped are 0, not NaN
-        CHECK(relative_error(actual.weights, expected.weights) <= kForwardEpsilons * epsilon_of(dtype));
-      }
+      CHECK(relative_error(actual.weights, expected.weights) <= kForwardEpsilons * epsilon_of(dtype));
       CHECK(std::isnan(actual.output.get(0, 0, 50, 5)));
       CHECK(std::isfinite(actual.output.get(0, 0, 49, 5)));
       Upstream upstream = upstream_of(actual, seed);
@@ -141,15 +198,18 @@ TEST_CASE("NaN reaches the rows that see it and no others") {
 }
 
 TEST_CASE("dropout keeps what core/dropout.h says, bit for bit") {
-  for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
     for (const std::int64_t D : {16, 128, 256}) {
-      if (dtype == DType::kFloat32 && D > 16) continue;
+      if (dtype != DType::kFloat16 && D > 16) continue;
       Case c{.N = 2, .H = 2, .Hkv = 2, .L = 33, .S = 161, .D = D, .Dv = D, .dtype = dtype};
       c.dropout_p = 0.5;
       c.seed = 800;
       const std::unique_ptr<Problem> p = make_problem(c);
       p->problem.first_sample = 3;
       const std::vector<std::uint8_t> mask = run_dropout_mask(p->problem);
+      std::vector<std::uint8_t> cpu_mask(mask.size(), 7);
+      cpu::dropout_mask(p->problem, reinterpret_cast<bool*>(cpu_mask.data()), core::Parallel{});
+      CHECK(mask == cpu_mask);
       const ForwardResult forward = run_forward(*p, WeightsMode::kPerHead);
       const core::PhiloxKey key = core::dropout_key(p->problem.rng);
       const std::uint32_t threshold = core::dropout_threshold(c.dropout_p);
@@ -262,45 +322,128 @@ TEST_CASE("cards without the tensor kernels' instructions or memory get the gene
 
 TEST_CASE("every kernel fits into the shared memory of the cards it is compiled for") {
   const SettingsGuard guard;
-  // Compute capability 8.6, 8.9 and 12.0 have the least: 99 KiB a block.
-  settings().shared_bytes_block = 99 * 1024;
-  settings().compute_capability = 86;
-  for (const std::int64_t D : {32, 64, 128}) {
-    const Case c{.N = 1, .H = 1, .Hkv = 1, .L = 1, .S = 1, .D = D, .Dv = D, .dtype = DType::kFloat16};
-    const std::unique_ptr<Problem> p = make_problem(c);
-    CHECK(cuda::tensor_cores_refuse(p->problem, false) == nullptr);
-    CHECK(cuda::tensor_cores_refuse(p->problem, true) == nullptr);
+  // What a block may ask for, without the KiB that the system keeps (CUDA programming guide, compute capabilities).
+  struct Card {
+    int compute_capability;
+    std::size_t kibibytes;
+    std::int64_t widest;  // heads whose gradients run on tensor cores
+  };
+  for (const Card card : {Card{80, 163, 256}, Card{86, 99, 128}, Card{89, 99, 128}, Card{90, 227, 256},
+                          Card{100, 227, 256}, Card{120, 99, 128}}) {
+    settings().compute_capability = card.compute_capability;
+    settings().shared_bytes_block = card.kibibytes * 1024;
+    for (const std::int64_t D : {32, 64, 128, 256}) {
+      INFO("compute capability " << card.compute_capability << ", D = " << D);
+      Case c{.N = 1, .H = 1, .Hkv = 1, .L = 1, .S = 1, .D = D, .Dv = D, .dtype = DType::kFloat16, .seed = 1250};
+      c.attn_mask = AttnMask::kBias;  // with the buffers for masks, the most that kernels ask for
+      const std::unique_ptr<Problem> p = make_problem(c);
+      CHECK(cuda::tensor_cores_refuse(p->problem, false) == nullptr);
+      CHECK((cuda::tensor_cores_refuse(p->problem, true) == nullptr) == (D <= card.widest));
+      launches().clear();
+      const ForwardResult forward = run_forward(*p, WeightsMode::kPerHead);
+      run_backward(*p, forward, upstream_of(forward, 5));
+      CHECK(launches().size() >= 6);
+      for (const LaunchRecord& record : launches()) {
+        INFO(record.kernel << ": " << record.shared_bytes << " bytes");
+        CHECK(record.shared_bytes <= settings().shared_bytes_block);
+      }
+    }
   }
-  settings().shared_bytes_block = 163 * 1024;
-  settings().compute_capability = 80;
-  const Case c{.N = 1, .H = 1, .Hkv = 1, .L = 1, .S = 1, .D = 256, .Dv = 256, .dtype = DType::kFloat16};
-  CHECK(cuda::tensor_cores_refuse(make_problem(c)->problem, false) == nullptr);
-  CHECK(cuda::tensor_cores_refuse(make_problem(c)->problem, true) == nullptr);
 }
 
 TEST_CASE("offsets beyond 32 bits") {
-  // Three rows of keys, each 2^31 elements behind the one before; pages that nobody touches take no memory.
-  constexpr std::int64_t kStride = (std::int64_t{1} << 31) + 8;
-  constexpr std::int64_t kDim = 8;
   for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
-    const Case c{.N = 1, .H = 1, .Hkv = 1, .L = 3, .S = 3, .D = kDim, .Dv = kDim, .dtype = dtype, .seed = 1300};
-    const std::unique_ptr<Problem> near = make_problem(c);
-    const ForwardResult expected = run_forward(*near, WeightsMode::kNone);
-    const std::size_t bytes = static_cast<std::size_t>(2 * kStride + kDim) * core::size_of(dtype);
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    REQUIRE(memory != MAP_FAILED);
-    core::MutableView far{memory, dtype, {0, 0, kStride, 1}};
-    for (std::int64_t s = 0; s < c.S; ++s) {
-      for (std::int64_t d = 0; d < kDim; ++d) {
-        core::store_element(memory, dtype, far.offset(0, 0, s, d), near->key.get(0, 0, s, d));
-      }
+    Case c{.N = 1, .H = 1, .Hkv = 1, .L = 3, .S = 3, .D = 8, .Dv = 8, .dtype = dtype, .seed = 1300};
+    c.attn_mask = AttnMask::kBias;
+    c.mask_dtype = dtype;
+    const std::unique_ptr<Problem> p = make_problem(c);
+    const ForwardResult forward = run_forward(*p, WeightsMode::kPerHead);
+    const Upstream upstream = upstream_of(forward, 3);
+    const BackwardResult expected = run_backward(*p, forward, upstream);
+
+    FarRows query(p->query, false);
+    FarRows key(p->key, false);
+    FarRows value(p->value, false);
+    FarRows attn_mask(p->attn_mask, false);
+    core::AttentionProblem problem = p->problem;
+    problem.query = query.read();
+    problem.key = key.read();
+    problem.value = value.read();
+    problem.attn_mask = attn_mask.read();
+    std::array<double, 3> row_max{};
+    std::array<double, 3> row_sum{};
+    const GlobalRange max_range(row_max.data(), sizeof(row_max), true);
+    const GlobalRange sum_range(row_sum.data(), sizeof(row_sum), true);
+    alignas(256) std::array<std::byte, 4096> workspace{};
+    const GlobalRange workspace_range(workspace.data(), workspace.size(), true);
+    FarRows output(make_tensor(dtype, forward.output.sizes), true);
+    FarRows weights(make_tensor(dtype, forward.weights.sizes), true);
+    core::ForwardOutputs outputs;
+    outputs.output = output.view();
+    outputs.weights = weights.view();
+    outputs.weights_mode = WeightsMode::kPerHead;
+    outputs.row_max = row_max.data();
+    outputs.row_sum = row_sum.data();
+    REQUIRE(cuda::forward_workspace_bytes(problem, outputs) <= workspace.size());
+    cuda::attention_forward(problem, outputs, {}, workspace.data(), nullptr);
+    CHECK(output.equals(forward.output));
+    CHECK(weights.equals(forward.weights));
+
+    FarRows grad_output(upstream.output, false);
+    FarRows grad_query(expected.query, true);
+    FarRows grad_key(expected.key, true);
+    FarRows grad_value(expected.value, true);
+    FarRows grad_attn_mask(expected.attn_mask, true);
+    core::BackwardInputs inputs;
+    inputs.grad_output = grad_output.read();
+    inputs.output = output.read();
+    inputs.row_max = row_max.data();
+    inputs.row_sum = row_sum.data();
+    core::BackwardOutputs grads;
+    grads.grad_query = grad_query.view();
+    grads.grad_key = grad_key.view();
+    grads.grad_value = grad_value.view();
+    grads.grad_attn_mask = grad_attn_mask.view();
+    grads.attn_mask_sizes = p->attn_mask_sizes;
+    REQUIRE(cuda::backward_workspace_bytes(problem, inputs, grads) <= workspace.size());
+    for (FarRows* gradient : {&grad_query, &grad_key, &grad_value, &grad_attn_mask}) gradient->spoil();
+    cuda::attention_backward(problem, inputs, grads, {}, workspace.data(), nullptr);
+    CHECK(grad_query.equals(expected.query));
+    CHECK(grad_key.equals(expected.key));
+    CHECK(grad_value.equals(expected.value));
+    CHECK(grad_attn_mask.equals(expected.attn_mask));
+  }
+}
+
+TEST_CASE("batch and heads beyond 65535, the most that the other dimensions of a grid have") {
+  const SettingsGuard guard;
+  settings().blocks_at_each_end = 2;  // a tile of scores for each of them would take minutes
+  constexpr std::int64_t kMany = 65537;
+  struct Sizes {
+    std::int64_t N, H;
+    DType dtype;
+  };
+  for (const auto [N, H, dtype] : {Sizes{kMany, 1, DType::kFloat16}, Sizes{1, kMany, DType::kFloat32}}) {
+    const Case c{.N = N, .H = H, .Hkv = H, .L = 1, .S = 1, .D = 1, .Dv = 1, .dtype = dtype, .seed = 1350};
+    const std::unique_ptr<Problem> p = make_problem(c);
+    launches().clear();
+    const ForwardResult forward = run_forward(*p, WeightsMode::kPerHead);
+    const Upstream upstream = upstream_of(forward, 4);
+    const BackwardResult got = run_backward(*p, forward, upstream);
+    for (const char* kernel :
+         {"attention_forward_kernel", "attention_weights_kernel", "backward_keys_kernel", "backward_queries_kernel"}) {
+      INFO(kernel);
+      CHECK(uses_as_many_blocks(kernel, kMany));
     }
-    near->problem.key = {memory, dtype, far.strides};
-    {
-      const GlobalRange range(memory, bytes, false);
-      CHECK(run_forward(*near, WeightsMode::kNone).output.storage == expected.output.storage);
+    for (const std::int64_t i : {std::int64_t{0}, std::int64_t{1}, kMany - 2, kMany - 1}) {
+      const std::int64_t n = N == 1 ? 0 : i;
+      const std::int64_t h = H == 1 ? 0 : i;
+      // One key has all the weight.
+      CHECK(forward.output.get(n, h, 0, 0) == p->value.get(n, h, 0, 0));
+      CHECK(forward.weights.get(n, h, 0, 0) == 1.0);
+      CHECK(got.value.get(n, h, 0, 0) == upstream.output.get(n, h, 0, 0));
+      CHECK(got.query.get(n, h, 0, 0) == 0.0);
     }
-    munmap(memory, bytes);
   }
 }
 

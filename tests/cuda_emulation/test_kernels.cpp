@@ -87,9 +87,9 @@ TEST_CASE("heads of every width") {
     std::int64_t D, Dv;
   };
   std::uint32_t seed = 100;
-  for (const auto [D, Dv] :
-       {Widths{1, 1}, Widths{3, 8}, Widths{8, 3}, Widths{40, 40}, Widths{64, 64}, Widths{72, 16}, Widths{80, 96},
-        Widths{96, 128}, Widths{128, 128}, Widths{130, 20}, Widths{256, 256}, Widths{300, 4}}) {
+  for (const auto [D, Dv] : {Widths{1, 1}, Widths{3, 8}, Widths{8, 3}, Widths{33, 17}, Widths{40, 40}, Widths{64, 64},
+                             Widths{65, 255}, Widths{72, 16}, Widths{80, 96}, Widths{96, 128}, Widths{128, 128},
+                             Widths{130, 20}, Widths{256, 256}, Widths{300, 4}}) {
     for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
       ++seed;
       set_order(seed);
@@ -116,7 +116,8 @@ TEST_CASE("gradients of masks in each of their shapes") {
   std::uint32_t seed = 200;
   for (const AttnMask attn_mask :
        {AttnMask::kBiasAndInfinity, AttnMask::kBias, AttnMask::kPerHead, AttnMask::kRowOnly, AttnMask::kKeyOnly}) {
-    for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
+    ++seed;  // so that the dtypes take turns in what follows from it
+    for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
       ++seed;
       set_order(seed);
       Case c{.N = 2, .H = 2, .Hkv = 2, .L = 70, .S = 68, .D = 16, .Dv = 16, .dtype = dtype};

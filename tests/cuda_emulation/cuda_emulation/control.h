@@ -45,6 +45,7 @@ struct Settings {
   std::uint64_t seed = 0;
   int host_threads = 1;
   bool count_banks = false;
+  unsigned blocks_at_each_end = 0;  // the first and the last so many blocks of a grid run and no others; 0: all run
   // The card that device_limits() describes: an A100.
   int compute_capability = 80;
   int multiprocessors = 108;
@@ -74,7 +75,7 @@ struct BankCount {
 
 struct LaunchRecord {
   std::string kernel;
-  unsigned blocks = 0;
+  unsigned blocks = 0;  // of the grid
   unsigned threads_a_block = 0;
   std::size_t shared_bytes = 0;
   BankCount matrix_loads, copies, loads, stores;  // with Settings::count_banks
