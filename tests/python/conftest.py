@@ -44,6 +44,18 @@ def isa(request: pytest.FixtureRequest):
     _C.set_cpu_isa(before)
 
 
+@pytest.fixture(params=[*_C.supported_cpu_isas(), *_devices()[1:]])
+def kernels(request: pytest.FixtureRequest):
+    """All kernels in turn: each instruction set of this processor, in force for the test, and a GPU's. The device."""
+    if request.param in _devices():
+        yield request.param
+        return
+    before = _C.get_cpu_isa()
+    _C.set_cpu_isa(request.param)
+    yield "cpu"
+    _C.set_cpu_isa(before)
+
+
 @pytest.fixture
 def threads():
     """A function that sets the number of threads; the old number comes back afterwards."""

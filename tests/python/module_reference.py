@@ -18,7 +18,7 @@ def extra_keys(module: nn.MultiheadAttention) -> int:
 
 
 def double(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
-    """A stock module with the same numbers in float64."""
+    """A stock module on the CPU with the same numbers in float64."""
     exact = nn.MultiheadAttention(
         module.embed_dim,
         module.num_heads,

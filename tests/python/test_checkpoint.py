@@ -27,9 +27,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_operator(way: str) -> None:
+def test_operator(way: str, device: str) -> None:
     """pytorch#190717"""
-    inputs = Case("checkpoint", L=5, S=7, D=4, padding="right").make(torch.float32).with_grad()
+    inputs = Case("checkpoint", L=5, S=7, D=4, padding="right").make(torch.float32, device).with_grad()
 
     def call(*tensors):
         return ops.attention(*tensors, key_padding_mask=inputs.key_padding_mask, dropout_p=0.5)
@@ -49,28 +49,28 @@ def test_operator(way: str) -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_module_in_a_model(need_weights: bool) -> None:
+def test_module_in_a_model(need_weights: bool, device: str) -> None:
     """Another random draw between the two computations does not matter: the generator's state is restored."""
-    module = fused_mha.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
-    x = torch.randn(2, 5, 16, requires_grad=True)
+    module = fused_mha.MultiheadAttention(16, 4, dropout=0.5, batch_first=True, device=device)
+    x, mask = torch.randn(2, 5, 16, device=device, requires_grad=True), later(5, 5).to(device)
 
     def call(value):
-        output, weights = module(value, value, value, attn_mask=later(5, 5), need_weights=need_weights)
+        output, weights = module(value, value, value, attn_mask=mask, need_weights=need_weights)
         return output if weights is None else output + weights.sum()
 
     results = []
     for recompute in (False, True):
         torch.manual_seed(5)
         output = checkpoint(call, x, use_reentrant=False) if recompute else call(x)
-        torch.rand(100)
+        torch.rand(100, device=device)
         results.append(torch.autograd.grad(output.square().sum(), [x, *module.parameters()]))
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
 
 
-def test_the_kernel_runs_again_only_where_it_has_to() -> None:
+def test_the_kernel_runs_again_only_where_it_has_to(device: str) -> None:
     """A selective policy that saves the operator's results recomputes everything but the operator."""
-    query = torch.randn(1, 2, 5, 4, requires_grad=True)
+    query = torch.randn(1, 2, 5, 4, device=device, requires_grad=True)
     count = {"forward": 0}
 
     def policy(context, op, *args, **kwargs):

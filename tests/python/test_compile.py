@@ -22,8 +22,8 @@ def _fresh_dynamo():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["head_dim_5", "grouped_heads", "layout_lnhd", "float_inf_empty_row"])
-def test_operator(name: str, dynamic: bool) -> None:
-    inputs = BY_NAME[name].make(torch.float32).with_grad()
+def test_operator(name: str, dynamic: bool, device: str) -> None:
+    inputs = BY_NAME[name].make(torch.float32, device).with_grad()
 
     def function(query, key, value, key_padding_mask, attn_mask):
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
@@ -45,10 +45,11 @@ def test_operator(name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_module(need_weights: bool, training: bool) -> None:
-    module = fused_mha.MultiheadAttention(16, 4, batch_first=True, add_zero_attn=True).train(training)
+def test_module(need_weights: bool, training: bool, device: str) -> None:
+    module = fused_mha.MultiheadAttention(16, 4, batch_first=True, add_zero_attn=True, device=device).train(training)
     x, padding = torch.randn(2, 5, 16), torch.arange(5)[None, :] >= torch.tensor([[5], [3]])
-    call = {"key_padding_mask": padding, "attn_mask": later(5, 5), "need_weights": need_weights}
+    x, padding, mask = x.to(device), padding.to(device), later(5, 5).to(device)
+    call = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": need_weights}
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     with torch.set_grad_enabled(training):
         expected, found = module(x, x, x, **call), compiled(x, x, x, **call)
@@ -58,15 +59,15 @@ def test_module(need_weights: bool, training: bool) -> None:
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
-def test_changing_sizes_compile_once() -> None:
+def test_changing_sizes_compile_once(device: str) -> None:
     """pytorch#97158: no guard on N, L or S."""
-    module = fused_mha.MultiheadAttention(16, 4, batch_first=True)
+    module = fused_mha.MultiheadAttention(16, 4, batch_first=True, device=device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     frames = []
     for n, length, s in ((2, 5, 7), (3, 9, 4), (5, 33, 65)):
-        query, memory = torch.randn(n, length, 16), torch.randn(n, s, 16)
-        padding = torch.rand(n, s) < 0.3
+        query, memory = torch.randn(n, length, 16, device=device), torch.randn(n, s, 16, device=device)
+        padding = torch.rand(n, s, device=device) < 0.3
         found = compiled(query, memory, memory, key_padding_mask=padding)
         expected = module(query, memory, memory, key_padding_mask=padding)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -132,8 +133,8 @@ def test_a_training_step_of_every_operator_is_compiled_once(dynamic: bool | None
     assert counter.graphs == {"forward": times, "backward": times}
 
 
-def test_dropout_follows_the_seed_in_compiled_code() -> None:
-    inputs = BY_NAME["head_dim_33"].make(torch.float32).with_grad()
+def test_dropout_follows_the_seed_in_compiled_code(device: str) -> None:
+    inputs = BY_NAME["head_dim_33"].make(torch.float32, device).with_grad()
     compiled = torch.compile(lambda *t: ops.attention(*t, dropout_p=0.5), backend="aot_eager", fullgraph=True)
     results = []
     for seed in (1, 1, 2):
@@ -147,8 +148,8 @@ def test_dropout_follows_the_seed_in_compiled_code() -> None:
     assert not torch.equal(results[0][0], unmasked), "dropout was compiled away"
 
 
-def test_attribute_of_the_functional_forward() -> None:
-    module = fused_mha.MultiheadAttention(8, 2)
+def test_attribute_of_the_functional_forward(device: str) -> None:
+    module = fused_mha.MultiheadAttention(8, 2, device=device)
 
     def function(x):
         return fused_mha.functional.multi_head_attention_forward(
@@ -156,14 +157,14 @@ def test_attribute_of_the_functional_forward() -> None:
             module.out_proj.weight, module.out_proj.bias,
         )  # fmt: skip
 
-    x = torch.randn(5, 3, 8)
+    x = torch.randn(5, 3, 8, device=device)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), module(x, x, x), rtol=1e-5, atol=1e-6)
 
 
-def test_export_with_dynamic_sizes() -> None:
+def test_export_with_dynamic_sizes(device: str) -> None:
     """pytorch#156681: every operator has a fake kernel, so a program exports for any batch and length."""
-    module = fused_mha.MultiheadAttention(16, 4, batch_first=True).eval()
+    module = fused_mha.MultiheadAttention(16, 4, batch_first=True, device=device).eval()
 
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
@@ -174,10 +175,11 @@ def test_export_with_dynamic_sizes() -> None:
             return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
-    example = (torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool))
+    example = (torch.randn(3, 5, 16, device=device), torch.zeros(3, 5, dtype=torch.bool, device=device))
     with torch.no_grad():
         program = torch.export.export(Wrapper(), example, dynamic_shapes=({0: batch, 1: length}, {0: batch, 1: length}))
         x, padding = torch.randn(2, 9, 16), torch.arange(9)[None, :] >= torch.tensor([[9], [0]])
+        x, padding = x.to(device), padding.to(device)
         expected = module(x, x, x, key_padding_mask=padding)[0]
         torch.testing.assert_close(program.module()(x, padding), expected, rtol=1e-5, atol=1e-6)
 

@@ -21,6 +21,11 @@ def arguments(**changes) -> dict[str, object]:
     return {**given, **changes}
 
 
+def on(device: str, given: dict[str, object]) -> dict[str, object]:
+    """The same arguments on a device; those that are meant to be elsewhere stay there."""
+    return {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in given.items()}
+
+
 # name: (changed arguments, exception types, pattern after "fused_mha::attention: ")
 ILLEGAL = {
     "padding_length": (
@@ -96,9 +101,10 @@ ILLEGAL = {
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_operators_refuse(name: str) -> None:
+def test_operators_refuse(name: str, device: str) -> None:
     changes, types, pattern = ILLEGAL[name]
-    given = arguments(**changes)
+    given = on(device, arguments(**changes))
+    pattern = pattern.replace("cpu", device)
     for operator in ("attention", "attention_with_weights"):
         with pytest.raises(types, match=rf"(?s)^fused_mha::{operator}: {pattern}"):
             getattr(ops, operator)(**given)
@@ -113,14 +119,14 @@ def test_meta_refuses_the_same(name: str) -> None:
         ops.attention(**given)
 
 
-def test_an_integer_mask_gets_a_hint() -> None:
+def test_an_integer_mask_gets_a_hint(device: str) -> None:
     with pytest.raises(TypeError, match=r"got int64.*\.bool\(\)|\.bool\(\).*got int64|bool.*True"):
-        ops.attention(**arguments(key_padding_mask=torch.zeros(2, 5, dtype=torch.int64)))
+        ops.attention(**on(device, arguments(key_padding_mask=torch.zeros(2, 5, dtype=torch.int64))))
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t.to_sparse(), lambda t: torch.nested.nested_tensor(list(t.unbind()))])
-def test_tensors_that_are_not_strided_are_refused(wrap) -> None:
-    given = arguments()
+def test_tensors_that_are_not_strided_are_refused(wrap, device: str) -> None:
+    given = on(device, arguments())
     given["query"] = wrap(given["query"])
     with pytest.raises((RuntimeError, TypeError, NotImplementedError), match=r"\w"):
         ops.attention(**given)
@@ -139,10 +145,10 @@ def test_tensors_that_are_not_strided_are_refused(wrap) -> None:
     ],
     ids=str,
 )
-def test_dropout_mask_refuses(change: dict[str, object], types, pattern: str) -> None:
+def test_dropout_mask_refuses(change: dict[str, object], types, pattern: str, device: str) -> None:
     given = {"rng_state": torch.zeros(2, dtype=torch.int64), "N": 1, "H": 1, "L": 2, "S": 3, "dropout_p": 0.5}
     with pytest.raises(types, match=rf"(?s)^fused_mha::dropout_mask: {pattern}"):
-        ops.dropout_mask(**{**given, **change})
+        ops.dropout_mask(**on(device, {**given, **change}))
 
 
 def private_forward(**changes) -> dict[str, object]:
@@ -179,9 +185,9 @@ PRIVATE_ILLEGAL = {
 
 
 @pytest.mark.parametrize("name", PRIVATE_ILLEGAL)
-def test_private_forward_refuses_instead_of_reading_out_of_bounds(name: str) -> None:
+def test_private_forward_refuses_instead_of_reading_out_of_bounds(name: str, device: str) -> None:
     with pytest.raises((RuntimeError, TypeError, ValueError), match="fused_mha::"):
-        ops._attention_forward(**private_forward(**PRIVATE_ILLEGAL[name]))
+        ops._attention_forward(**on(device, private_forward(**PRIVATE_ILLEGAL[name])))
 
 
 @pytest.mark.parametrize(
@@ -197,14 +203,14 @@ def test_private_forward_refuses_instead_of_reading_out_of_bounds(name: str) -> 
     ],
     ids=["grad_output", "output", "row_max", "row_sum", "row_sum_dtype", "key_padding_mask", "grad_weights"],
 )
-def test_private_backward_refuses_instead_of_reading_out_of_bounds(change: dict[str, object]) -> None:
-    given = private_forward()
+def test_private_backward_refuses_instead_of_reading_out_of_bounds(change: dict[str, object], device: str) -> None:
+    given = on(device, private_forward())
     output, _, row_max, row_sum = ops._attention_forward(**given)
     given |= {"grad_output": torch.ones_like(output), "grad_weights": None, "output": output}
     given |= {"row_max": row_max, "row_sum": row_sum, "output_mask": [True, True, True, False, False, False]}
     assert torch.isfinite(ops._attention_backward(**given)[0]).all()
     with pytest.raises((RuntimeError, TypeError, ValueError), match="fused_mha::"):
-        ops._attention_backward(**{**given, **change})
+        ops._attention_backward(**on(device, {**given, **change}))
 
 
 # The module: the exception types of nn.MultiheadAttention, except where it has no check of its own.
@@ -234,11 +240,11 @@ MODULE_ILLEGAL = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODULE_ILLEGAL)
-def test_module_raises_the_types_that_stock_raises(name: str, training: bool) -> None:
+def test_module_raises_the_types_that_stock_raises(name: str, training: bool, device: str) -> None:
     changes, word = MODULE_ILLEGAL[name]
-    stock = torch.nn.MultiheadAttention(E, H, batch_first=True).train(training)
-    ours = fused_mha.MultiheadAttention(E, H, batch_first=True).train(training)
-    given = module_arguments(**changes)
+    stock = torch.nn.MultiheadAttention(E, H, batch_first=True, device=device).train(training)
+    ours = fused_mha.MultiheadAttention(E, H, batch_first=True, device=device).train(training)
+    given = on(device, module_arguments(**changes))
     with pytest.raises(Exception) as raised:  # noqa: PT011  the type is what we ask for
         stock(**given)
     with pytest.raises(raised.type, match=word):
@@ -247,12 +253,12 @@ def test_module_raises_the_types_that_stock_raises(name: str, training: bool) ->
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
-def test_module_refuses_integer_masks_in_both_modes(name: str, training: bool) -> None:
+def test_module_refuses_integer_masks_in_both_modes(name: str, training: bool, device: str) -> None:
     """pytorch#86120."""
-    ours = fused_mha.MultiheadAttention(E, H, batch_first=True).train(training)
+    ours = fused_mha.MultiheadAttention(E, H, batch_first=True, device=device).train(training)
     mask = torch.zeros((N, S) if name == "key_padding_mask" else (L, S), dtype=torch.int64)
     with torch.set_grad_enabled(training), pytest.raises(TypeError, match=rf"{name} .*bool"):
-        ours(**module_arguments(**{name: mask}))
+        ours(**on(device, module_arguments(**{name: mask})))
 
 
 def test_forgotten_batch_first_is_named() -> None:
@@ -292,28 +298,28 @@ def test_functional_forward_checks_the_module_arguments() -> None:
         ops.multi_head_attention_forward(x, x, x, E, H, *shared, 1.5, *projection)
 
 
-def test_a_freed_storage_is_an_error() -> None:
-    base = torch.randn(4)
+def test_a_freed_storage_is_an_error(device: str) -> None:
+    base = torch.randn(4, device=device)
     query = base.as_strided((1, 1, 2, 2), (4, 4, 2, 1))
     base.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="reaches beyond its storage"):
-        torch.ops.fused_mha.attention(query, torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
+        ops.attention(query, *torch.randn(2, 1, 1, 3, 2, device=device))
 
 
-def test_absurd_widths_are_an_error() -> None:
-    wide = torch.zeros(1).expand(1, 1, 1, 2**62)
+def test_absurd_widths_are_an_error(device: str) -> None:
+    wide = torch.zeros(1, device=device).expand(1, 1, 1, 2**62)
     with pytest.raises(RuntimeError, match="at most"):
-        torch.ops.fused_mha.attention(wide, wide, torch.zeros(1, 1, 1, 1))
+        ops.attention(wide, wide, torch.zeros(1, 1, 1, 1, device=device))
 
 
-def test_dropout_mask_of_no_keys_returns_at_once() -> None:
-    state = torch.tensor([1, 2])
-    assert torch.ops.fused_mha.dropout_mask(state, 2**20, 2**20, 2**20, 0, 0.5).numel() == 0
+def test_dropout_mask_of_no_keys_returns_at_once(device: str) -> None:
+    state = torch.tensor([1, 2], device=device)
+    assert ops.dropout_mask(state, 2**20, 2**20, 2**20, 0, 0.5).numel() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)])
-def test_backward_of_nothing(shape: tuple[int, ...]) -> None:
-    query = torch.randn(shape, requires_grad=True)
-    torch.ops.fused_mha.attention(query, query, query).sum().backward()
+def test_backward_of_nothing(shape: tuple[int, ...], device: str) -> None:
+    query = torch.randn(shape, device=device, requires_grad=True)
+    ops.attention(query, query, query).sum().backward()
     assert query.grad is not None
     assert query.grad.shape == shape

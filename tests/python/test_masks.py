@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from cases import DTYPES, Case, Inputs, later
-from tolerances import assert_close_as_torch
+from tolerances import assert_close_as_torch, assert_unchanged
 
 ops = torch.ops.fused_mha
 
@@ -49,7 +49,8 @@ def test_bool_true_and_minus_infinity_are_the_same(dtype, float_dtype, device: s
             inputs, name, torch.zeros(hidden.shape, dtype=float_dtype, device=device).masked_fill(hidden, -math.inf)
         )
         found = call(inputs)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_unchanged(ours, theirs, name)
 
 
 def test_true_hides(device: str) -> None:
@@ -103,7 +104,7 @@ def test_padded_keys_are_never_read(padding: str, dtype: torch.dtype, spoiler: f
     inputs.value = inputs.value.masked_fill(hidden, spoiler)
     found = output_and_gradients(inputs)
     for what, ours, clean in zip(("output", "query", "key", "value"), found, expected, strict=False):
-        assert torch.equal(ours, clean), what
+        assert_unchanged(ours, clean, what)
     for grad in found[2:4]:
         assert torch.count_nonzero(grad.masked_select(hidden)) == 0
 
@@ -129,7 +130,7 @@ def test_a_key_hidden_from_some_rows_spoils_only_the_others(kind: str, spoiler: 
     inputs.value[:, :, 20] = spoiler
     found = output_and_gradients(inputs)
     for what, ours, clean in zip(("output", "query"), found, expected, strict=False):
-        assert torch.equal(ours[:, :, :20], clean[:, :, :20]), what
+        assert_unchanged(ours[:, :, :20], clean[:, :, :20], what)
     if math.isnan(spoiler):
         assert found[0][:, :, 20:].isnan().all(), "a visible NaN must be seen"
     for what, grad in zip(("key", "value"), found[2:4], strict=True):
@@ -150,7 +151,7 @@ def test_blocks_in_one_tile_do_not_leak_into_each_other(dtype: torch.dtype, spoi
     inputs.value[:, :, 15] = spoiler
     found = output_and_gradients(inputs)
     for what, ours, clean in zip(("output", "query", "key", "value"), found, expected, strict=True):
-        assert torch.equal(ours[:, :, :10], clean[:, :, :10]), what
+        assert_unchanged(ours[:, :, :10], clean[:, :, :10], what)
 
 
 def test_a_query_that_sees_nothing_is_never_read(device: str) -> None:
@@ -162,7 +163,7 @@ def test_a_query_that_sees_nothing_is_never_read(device: str) -> None:
     for what, ours, clean in zip(
         ("output", "query", "key", "value", "attn_mask"), output_and_gradients(inputs), expected, strict=True
     ):
-        assert torch.equal(ours, clean), what
+        assert_unchanged(ours, clean, what)
 
 
 def test_a_spoilt_mask_number_at_a_hidden_position_changes_nothing(device: str) -> None:
@@ -199,6 +200,20 @@ def test_a_visible_nan_gives_nan(where: str, dtype: torch.dtype, device: str) ->
         affected[1] = True
     output = ops.attention(*inputs.tensors(), **inputs.options())
     assert torch.equal(output.isnan(), affected)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_a_row_that_is_nan_are_nan_where_dropped_too(dtype: torch.dtype, average: bool, device: str) -> None:
+    inputs = make(dtype, device, padding="right")
+    inputs.query[0, 0, 3, 2] = math.nan
+    options = {**inputs.options(), "dropout_p": 0.5, "average_attn_weights": average}
+    _, weights = ops.attention_with_weights(*inputs.tensors(), **options)
+    rows = weights if average else weights[:, 0]
+    visible = ~inputs.key_padding_mask[0]
+    assert rows[0, 3, visible].isnan().all()
+    assert torch.count_nonzero(rows[0, 3, ~visible]) == 0
+    assert weights.isnan().sum() == visible.sum()
 
 
 def test_nan_in_every_key_is_not_an_empty_row(device: str) -> None:
@@ -406,21 +421,21 @@ def _aligned_blocks(length: int = 96) -> torch.Tensor:
     return mask
 
 
-def test_nan_in_a_key_hidden_by_whole_tiles_stays_out_of_gradients() -> None:
+def test_nan_in_a_key_hidden_by_whole_tiles_stays_out_of_gradients(device: str) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 1, 96, 8) for _ in range(3))
+    query, key, value = (torch.randn(1, 1, 96, 8, device=device) for _ in range(3))
     key[..., 40, :] = float("nan")
     query.requires_grad_()
-    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks())
+    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks().to(device))
     (grad,) = torch.autograd.grad(output[..., :48, :].sum(), query)
     assert grad[..., :48, :].isfinite().all()
 
 
-def test_nan_in_one_rows_gradient_stays_out_of_keys_hidden_from_it() -> None:
+def test_nan_in_one_rows_gradient_stays_out_of_keys_hidden_from_it(device: str) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 1, 96, 8) for _ in range(3))
+    query, key, value = (torch.randn(1, 1, 96, 8, device=device) for _ in range(3))
     value.requires_grad_()
-    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks())
+    output = torch.ops.fused_mha.attention(query, key, value, attn_mask=_aligned_blocks().to(device))
     upstream = torch.ones_like(output)
     upstream[..., 3, :] = float("nan")
     (grad,) = torch.autograd.grad(output, value, upstream)
@@ -428,10 +443,10 @@ def test_nan_in_one_rows_gradient_stays_out_of_keys_hidden_from_it() -> None:
     assert grad[..., :32, :].isnan().all()
 
 
-def test_infinite_weight_gradient_at_a_hidden_key_changes_nothing() -> None:
+def test_infinite_weight_gradient_at_a_hidden_key_changes_nothing(device: str) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
-    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    query, key, value = (torch.randn(1, 2, 5, 8, device=device, requires_grad=True) for _ in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)
     _, weights = torch.ops.fused_mha.attention_with_weights(query, key, value, attn_mask=mask)
     upstream = torch.randn_like(weights)
     expected = torch.autograd.grad(weights, query, upstream, retain_graph=True)[0]
@@ -440,28 +455,28 @@ def test_infinite_weight_gradient_at_a_hidden_key_changes_nothing() -> None:
     assert torch.equal(actual, expected)
 
 
-def test_visible_scores_that_are_all_minus_infinity_give_nan_in_both_directions() -> None:
-    query = torch.full((1, 1, 1, 2), -1e30, requires_grad=True)
-    key = torch.full((1, 1, 3, 2), 1e30)
-    value = torch.randn(1, 1, 3, 2, requires_grad=True)
+def test_visible_scores_that_are_all_minus_infinity_give_nan_in_both_directions(device: str) -> None:
+    query = torch.full((1, 1, 1, 2), -1e30, device=device, requires_grad=True)
+    key = torch.full((1, 1, 3, 2), 1e30, device=device)
+    value = torch.randn(1, 1, 3, 2, device=device, requires_grad=True)
     output = torch.ops.fused_mha.attention(query, key, value)
     assert output.isnan().all()
     assert torch.autograd.grad(output.sum(), value)[0].isnan().all()
 
 
-def test_average_over_no_heads_is_zero() -> None:
-    empty = torch.empty(2, 0, 3, 4)
+def test_average_over_no_heads_is_zero(device: str) -> None:
+    empty = torch.empty(2, 0, 3, 4, device=device)
     _, weights = torch.ops.fused_mha.attention_with_weights(empty, empty, empty)
-    assert torch.equal(weights, torch.zeros(2, 3, 3))
+    assert torch.equal(weights, torch.zeros(2, 3, 3, device=device))
 
 
-def test_nan_row_gives_no_gradient_to_values_hidden_from_it() -> None:
+def test_nan_row_gives_no_gradient_to_values_hidden_from_it(device: str) -> None:
     torch.manual_seed(0)
-    query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 200, 4)
-    value = torch.randn(1, 1, 200, 4, requires_grad=True)
-    mask = torch.zeros(1, 1, 3, 200)
+    query, key = torch.randn(1, 1, 3, 4, device=device), torch.randn(1, 1, 200, 4, device=device)
+    value = torch.randn(1, 1, 200, 4, device=device, requires_grad=True)
+    mask = torch.zeros(1, 1, 3, 200, device=device)
     mask[..., 150] = mask[..., 5] = float("-inf")
     query[0, 0, 0], key[0, 0, 0] = 1e30, 1e30  # a score that overflows: the first row is NaN
     (grad,) = torch.autograd.grad(torch.ops.fused_mha.attention(query, key, value, attn_mask=mask).sum(), value)
-    assert torch.equal(grad[0, 0, [5, 150]], torch.zeros(2, 4))
+    assert torch.equal(grad[0, 0, [5, 150]], torch.zeros(2, 4, device=device))
     assert grad[0, 0, 1].isnan().all()

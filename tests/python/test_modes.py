@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ops = torch.ops.fused_mha
 
 
-def module_and_input() -> tuple[fused_mha.MultiheadAttention, torch.Tensor]:
-    return fused_mha.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+def module_and_input(device: str) -> tuple[fused_mha.MultiheadAttention, torch.Tensor]:
+    return fused_mha.MultiheadAttention(16, 4, batch_first=True, device=device), torch.randn(2, 5, 16, device=device)
 
 
-def test_anomaly_detection_names_the_node_and_the_call() -> None:
-    query = torch.full((1, 1, 3, 4), float("nan"), requires_grad=True)
+def test_anomaly_detection_names_the_node_and_the_call(device: str) -> None:
+    query = torch.full((1, 1, 3, 4), float("nan"), device=device, requires_grad=True)
     with torch.autograd.set_detect_anomaly(True):
         output = ops.attention(query, query, query)
         with (
@@ -28,10 +28,10 @@ def test_anomaly_detection_names_the_node_and_the_call() -> None:
             output.sum().backward()
 
 
-def test_anomaly_detection_is_silent_where_nothing_is_wrong() -> None:
+def test_anomaly_detection_is_silent_where_nothing_is_wrong(device: str) -> None:
     """A row without keys is 0, not NaN that is hidden afterwards."""
-    module, x = module_and_input()
-    padding = torch.tensor([[False] * 5, [True] * 5])
+    module, x = module_and_input(device)
+    padding = torch.tensor([[False] * 5, [True] * 5], device=device)
     with torch.autograd.set_detect_anomaly(True):
         output, weights = module(x, x, x, key_padding_mask=padding)
         (output.sum() + weights.sum()).backward()
@@ -39,12 +39,13 @@ def test_anomaly_detection_is_silent_where_nothing_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_inference_mode(training: bool) -> None:
-    module, x = module_and_input()
+def test_inference_mode(training: bool, device: str) -> None:
+    module, x = module_and_input(device)
     module.train(training)
-    expected = module(x, x, x, attn_mask=later(5, 5))
+    mask = later(5, 5).to(device)
+    expected = module(x, x, x, attn_mask=mask)
     with torch.inference_mode():
-        found = module(x, x, x, attn_mask=later(5, 5))
+        found = module(x, x, x, attn_mask=mask)
     assert found[0].is_inference()
     assert found[0].grad_fn is None
     for ours, theirs in zip(found, expected, strict=True):
@@ -53,9 +54,9 @@ def test_inference_mode(training: bool) -> None:
         module(found[0], found[0], found[0])
 
 
-def test_saved_tensor_hooks_see_what_the_node_keeps() -> None:
+def test_saved_tensor_hooks_see_what_the_node_keeps(device: str) -> None:
     """So that offloading works: what is packed is what the backward pass reads."""
-    inputs = Case("saved", L=3, S=4, D=4, padding="right", mask="float").make(torch.float32).with_grad()
+    inputs = Case("saved", L=3, S=4, D=4, padding="right", mask="float").make(torch.float32, device).with_grad()
     packed: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> int:
@@ -73,17 +74,17 @@ def test_saved_tensor_hooks_see_what_the_node_keeps() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_changing_an_input_before_backward_is_noticed() -> None:
-    query = torch.randn(1, 2, 3, 4)
-    key = torch.randn(1, 2, 3, 4, requires_grad=True)
+def test_changing_an_input_before_backward_is_noticed(device: str) -> None:
+    query = torch.randn(1, 2, 3, 4, device=device)
+    key = torch.randn(1, 2, 3, 4, device=device, requires_grad=True)
     output = ops.attention(query, key, key)
     query.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
-def test_a_graph_is_freed_after_backward_and_kept_on_request() -> None:
-    query = torch.randn(1, 2, 3, 4, requires_grad=True)
+def test_a_graph_is_freed_after_backward_and_kept_on_request(device: str) -> None:
+    query = torch.randn(1, 2, 3, 4, device=device, requires_grad=True)
     output = ops.attention(query, query, query)
     first = torch.autograd.grad(output.sum(), query, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(output.sum(), query)[0], first)
@@ -91,8 +92,8 @@ def test_a_graph_is_freed_after_backward_and_kept_on_request() -> None:
         torch.autograd.grad(output.sum(), query)
 
 
-def test_deterministic_algorithms_give_the_same_bits() -> None:
-    module, x = module_and_input()
+def test_deterministic_algorithms_give_the_same_bits(device: str) -> None:
+    module, x = module_and_input(device)
     x.requires_grad_()
     results = []
     for deterministic in (False, True):
@@ -119,22 +120,22 @@ class Rows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_default_device_costs_no_projection() -> None:
+def test_a_default_device_costs_no_projection(device: str) -> None:
     """A default device is a mode in which every tensor looks overridden; the call must stay the same."""
-    module, x = module_and_input()
-    memory = torch.randn(2, 7, 16)
+    module, x = module_and_input(device)
+    memory = torch.randn(2, 7, 16, device=device)
     counts = []
-    for context in (torch.device("cpu"), torch.no_grad()):
+    for context in (torch.device(device), torch.no_grad()):
         with context, Rows() as rows:
             module(x, memory, memory)
         counts.append(rows.rows)
     assert counts == [4 * 16, 4 * 16]
 
 
-def test_default_dtype() -> None:
+def test_default_dtype(device: str) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        module, x = module_and_input()
+        module, x = module_and_input(device)
         output, weights = module(x, x, x)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -56,7 +56,8 @@ def make(**options) -> fused_mha.MultiheadAttention:
 def inputs_of(module: fused_mha.MultiheadAttention, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     sizes = ((2, 5, E), (2, 7, module.kdim), (2, 7, module.vdim))
-    return [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    tensors = (torch.randn(size, generator=generator) for size in sizes)
+    return [t.to(module.out_proj.weight.device, dtype).requires_grad_() for t in tensors]
 
 
 def by_formula(
@@ -83,7 +84,7 @@ def by_formula(
     if module.add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     q, k, v = (t.unflatten(-1, (n, -1)).transpose(1, 2) for t, n in zip((q, k, v), heads, strict=True))
-    sink = torch.zeros(H) if module.zero_sink else module.sink
+    sink = torch.zeros(H, device=q.device) if module.zero_sink else module.sink
     results = reference.every_result(
         Inputs(q, k, v, key_padding_mask, attn_mask, is_causal),
         module.causal_alignment,
@@ -107,21 +108,22 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("extra", [False, True], ids=["", "extra_keys"])
 @pytest.mark.parametrize("options", EVERY)
-def test_values_and_gradients(options: str, extra: bool, call: str) -> None:
-    module = make(**EVERY[options], add_bias_kv=extra, add_zero_attn=extra, bias=not extra)
-    exact = copy.deepcopy(module).double()
+def test_values_and_gradients(options: str, extra: bool, call: str, device: str) -> None:
+    module = make(**EVERY[options], add_bias_kv=extra, add_zero_attn=extra, bias=not extra).to(device)
+    exact = copy.deepcopy(module).to("cpu", torch.float64)
     own = copy.deepcopy(module)
     tensors = inputs_of(module)
-    output, weights = module(*tensors, **CALLS[call], average_attn_weights=False)
+    masks = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CALLS[call].items()}
+    output, weights = module(*tensors, **masks, average_attn_weights=False)
     found = [output, weights]
-    expected = list(by_formula(exact, inputs_of(module, torch.float64), **CALLS[call]))
-    yardstick = list(by_formula(own, inputs_of(module), **CALLS[call]))
+    expected = list(by_formula(exact, inputs_of(exact, torch.float64), **CALLS[call]))
+    yardstick = list(by_formula(own, inputs_of(module), **masks))
     for what, ours, theirs, torchs in zip(("output", "weights"), found, expected, yardstick, strict=True):
         assert_close_as_torch(ours, theirs, torchs, what=what)
 
     def gradients(one: nn.Module, results: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
-        incoming = [torch.randn(t.shape, generator=generator).to(dtype) for t in results]
+        incoming = [torch.randn(t.shape, generator=generator).to(t.device, dtype) for t in results]
         return torch.autograd.grad(results, list(one.parameters()), incoming)
 
     names = [name for name, _ in module.named_parameters()]
@@ -133,8 +135,8 @@ def test_values_and_gradients(options: str, extra: bool, call: str) -> None:
         assert_close_as_torch(ours, theirs, torchs, what=name, gradient=True, scale=largest)
 
 
-def test_weights_before_dropout_beside_an_output_after() -> None:
-    module = make(weights_before_dropout=True, dropout=0.5)
+def test_weights_before_dropout_beside_an_output_after(device: str) -> None:
+    module = make(weights_before_dropout=True, dropout=0.5).to(device)
     tensors = inputs_of(module)
     output, weights = module(*tensors)
     expected, undropped = copy.deepcopy(module).eval()(*tensors)
@@ -221,9 +223,9 @@ def test_errors(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_layouts(batch_first: bool) -> None:
+def test_layouts(batch_first: bool, device: str) -> None:
     """Unbatched and (L, N, E) inputs give what (N, L, E) gives."""
-    module = make(**ALL_AT_ONCE, batch_first=batch_first).eval()
+    module = make(**ALL_AT_ONCE, batch_first=batch_first).to(device).eval()
     tensors = inputs_of(module)
     output, weights = module(*(t if batch_first else t.transpose(0, 1) for t in tensors), is_causal=True)
     output = output if batch_first else output.transpose(0, 1)
@@ -277,10 +279,10 @@ def test_nested_samples_have_a_bottom_right_corner_each(layout: torch.layout, de
         torch.testing.assert_close(weights[n, : len(query), : len(key)], own_weights[:, : len(key)])
 
 
-def test_autocast() -> None:
-    module = make(**ALL_AT_ONCE)
-    x = torch.randn(2, 5, E)
-    with torch.autocast("cpu", torch.bfloat16):
+def test_autocast(device: str) -> None:
+    module = make(**ALL_AT_ONCE).to(device)
+    x = torch.randn(2, 5, E, device=device)
+    with torch.autocast(device, torch.bfloat16):
         output, _ = module(x, x, x)
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()

@@ -112,19 +112,19 @@ class Call:
         every = [*self.tensors, *self.masks.values()]
         return list({id(t): t for t in every if t.is_floating_point()}.values())
 
-    def converted(self, dtype: torch.dtype, mask_dtype: torch.dtype | None = None) -> Call:
+    def converted(self, device: str, dtype: torch.dtype | None = None, mask_dtype: torch.dtype | None = None) -> Call:
         """Fresh leaves; which tensors are the same object is kept. Bool masks stay bool."""
         fresh: dict[int, torch.Tensor] = {}
 
         def convert(t: torch.Tensor, target: torch.dtype) -> torch.Tensor:
             if id(t) not in fresh:
-                t_new = t.detach().to(target) if t.is_floating_point() else t
+                t_new = t.detach().to(device, target if t.is_floating_point() else t.dtype)
                 fresh[id(t)] = t_new.detach().clone(memory_format=torch.preserve_format) if t_new is t else t_new
                 fresh[id(t)].requires_grad_(t.is_floating_point())
             return fresh[id(t)]
 
         return Call(
-            [convert(t, dtype) for t in self.tensors],
+            [convert(t, dtype or t.dtype) for t in self.tensors],
             {name: convert(m, mask_dtype or m.dtype) for name, m in self.masks.items()},
         )
 
@@ -178,11 +178,12 @@ def make_call(c: Configuration) -> Call:
 def stock_masks(c: Configuration, call: Call) -> dict[str, torch.Tensor]:
     """The same masks in the shapes and dtypes that stock takes."""
     masks = dict(call.masks)
+    device = call.tensors[0].device
     mask = masks.get("attn_mask")
     if mask is not None and mask.dim() == 4:
         masks["attn_mask"] = mask.expand(c.batch, c.heads, c.length, c.source).reshape(-1, c.length, c.source)
     if mask is None and c.is_causal:
-        masks["attn_mask"] = later(c.length, c.source)
+        masks["attn_mask"] = later(c.length, c.source).to(device)
     return masks
 
 
@@ -190,7 +191,7 @@ def collect(output, weights, leaves: list[torch.Tensor], seed: int) -> list[torc
     """Gradients of a fixed random combination of the results."""
     generator = torch.Generator().manual_seed(seed)
     results = [t for t in (output, weights) if t is not None]
-    grads = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in results]
+    grads = [torch.randn(t.shape, generator=generator).bfloat16().to(t.device, t.dtype) for t in results]
     found = torch.autograd.grad(results, leaves, grads, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
@@ -204,12 +205,12 @@ def run_stock(c: Configuration, module: nn.MultiheadAttention, call: Call):
 
 
 @given(configurations())
-def test_outputs_weights_and_gradients(c: Configuration) -> None:
+def test_outputs_weights_and_gradients(device: str, c: Configuration) -> None:
     note(str(c))
-    ours, stock = make_module(c, fused_mha.MultiheadAttention), make_module(c, nn.MultiheadAttention)
-    call = make_call(c)
-    exact, exact_call = module_reference.double(stock), call.converted(torch.float64, torch.float64)
-    yardstick_call = call.converted(c.dtype, c.dtype)
+    ours, stock = (make_module(c, kind).to(device) for kind in (fused_mha.MultiheadAttention, nn.MultiheadAttention))
+    call = make_call(c).converted(device)
+    exact, exact_call = module_reference.double(stock), call.converted("cpu", torch.float64, torch.float64)
+    yardstick_call = call.converted(device, c.dtype, c.dtype)
 
     expected, per_head = module_reference.forward(exact, *exact_call.tensors, **exact_call.masks, is_causal=c.is_causal)
     expected_weights = None
@@ -258,70 +259,72 @@ def test_outputs_weights_and_gradients(c: Configuration) -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["plain", "extra_keys"])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_dropout_in_training(extra: dict[str, bool], batch_first: bool, need_weights: bool) -> None:
+def test_dropout_in_training(extra: dict[str, bool], batch_first: bool, need_weights: bool, device: str) -> None:
     """The module drops what dropout_mask says for the state drawn next, over the appended keys too."""
     n, h, length, s, embed, p = 2, 4, 9, 33, 16, 0.4
-    ours = fused_mha.MultiheadAttention(embed, h, dropout=p, batch_first=batch_first, **extra)
+    ours = fused_mha.MultiheadAttention(embed, h, dropout=p, batch_first=batch_first, device=device, **extra)
     exact = module_reference.double(ours)
     total = s + module_reference.extra_keys(ours)
-    tensors = [torch.randn(n, size, embed) for size in (length, s, s)]
+    tensors = [torch.randn(n, size, embed, device=device) for size in (length, s, s)]
     tensors = tensors if batch_first else [t.transpose(0, 1) for t in tensors]
-    padding = KEY_PADDING_MASKS["right"](n, s, None)
+    padding = KEY_PADDING_MASKS["right"](n, s, None).to(device)
     torch.manual_seed(21)
-    keep = torch.ops.fused_mha.dropout_mask(fused_mha.functional.draw_rng_state("cpu"), n, h, length, total, p)
+    keep = torch.ops.fused_mha.dropout_mask(fused_mha.functional.draw_rng_state(device), n, h, length, total, p)
     torch.manual_seed(21)
     output, weights = ours(*tensors, key_padding_mask=padding, need_weights=need_weights, average_attn_weights=False)
     expected, expected_weights = module_reference.forward(
-        exact, *(t.double() for t in tensors), key_padding_mask=padding, keep=keep, dropout_p=p
+        exact, *(t.cpu().double() for t in tensors), key_padding_mask=padding, keep=keep, dropout_p=p
     )
-    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     if need_weights:
-        torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights.cpu().double(), expected_weights, rtol=1e-5, atol=1e-6)
     for grad, wanted in zip(
         torch.autograd.grad(output.square().sum(), list(ours.parameters())),
         torch.autograd.grad(expected.square().sum(), list(exact.parameters())),
         strict=True,
     ):
-        torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
     ours.eval()
     still, _ = ours(*tensors, key_padding_mask=padding)
-    without, _ = module_reference.forward(exact, *(t.double() for t in tensors), key_padding_mask=padding)
-    torch.testing.assert_close(still.double(), without, rtol=1e-5, atol=1e-5)
+    without, _ = module_reference.forward(exact, *(t.cpu().double() for t in tensors), key_padding_mask=padding)
+    torch.testing.assert_close(still.cpu().double(), without, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("padding", ["", "left", "whole_sample"])
-def test_is_causal_without_a_mask(padding: str, extra: dict[str, bool]) -> None:
+def test_is_causal_without_a_mask(padding: str, extra: dict[str, bool], device: str) -> None:
     """Stock demands a mask; here the flag alone is enough, with weights, padding and appended keys."""
-    ours = fused_mha.MultiheadAttention(8, 2, batch_first=True, **extra)
-    x = torch.randn(2, 5, 8)
-    masks = {"key_padding_mask": KEY_PADDING_MASKS[padding](2, 5, None)} if padding else {}
+    ours = fused_mha.MultiheadAttention(8, 2, batch_first=True, device=device, **extra)
+    x = torch.randn(2, 5, 8, device=device)
+    masks = {"key_padding_mask": KEY_PADDING_MASKS[padding](2, 5, None).to(device)} if padding else {}
     for need_weights in (True, False):
         by_flag, weights = ours(x, x, x, is_causal=True, need_weights=need_weights, **masks)
-        by_mask, mask_weights = ours(x, x, x, attn_mask=later(5, 5), need_weights=need_weights, **masks)
+        by_mask, mask_weights = ours(x, x, x, attn_mask=later(5, 5).to(device), need_weights=need_weights, **masks)
         torch.testing.assert_close(by_flag, by_mask, rtol=1e-5, atol=1e-6)
-        expected = module_reference.forward(module_reference.double(ours), *[x.double()] * 3, is_causal=True, **masks)
-        torch.testing.assert_close(by_flag.double(), expected[0], rtol=1e-5, atol=1e-6)
+        exact = module_reference.double(ours)
+        expected = module_reference.forward(exact, *[x.cpu().double()] * 3, is_causal=True, **masks)
+        torch.testing.assert_close(by_flag.cpu().double(), expected[0], rtol=1e-5, atol=1e-6)
         if need_weights:
             torch.testing.assert_close(weights, mask_weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_where_a_mask_is_given_the_causal_hint_changes_nothing(need_weights: bool) -> None:
-    ours = fused_mha.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 5, 8)
+def test_where_a_mask_is_given_the_causal_hint_changes_nothing(need_weights: bool, device: str) -> None:
+    ours = fused_mha.MultiheadAttention(8, 2, batch_first=True, device=device)
+    x = torch.randn(2, 5, 8, device=device)
     for mask in (torch.zeros(5, 5), torch.zeros(5, 5, dtype=torch.bool), torch.randn(5, 5), later(5, 5)):
+        mask = mask.to(device)
         hinted = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights)
         plain = ours(x, x, x, attn_mask=mask, need_weights=need_weights)
         assert torch.equal(hinted[0], plain[0])
         assert not need_weights or torch.equal(hinted[1], plain[1])
 
 
-def test_all_modes_agree() -> None:
+def test_all_modes_agree(device: str) -> None:
     """One contract in train and eval, with and without a graph."""
-    ours = fused_mha.MultiheadAttention(16, 4, batch_first=True)
-    x = torch.randn(3, 7, 16)
-    padding = KEY_PADDING_MASKS["whole_sample"](3, 7, None)
+    ours = fused_mha.MultiheadAttention(16, 4, batch_first=True, device=device)
+    x = torch.randn(3, 7, 16, device=device)
+    padding = KEY_PADDING_MASKS["whole_sample"](3, 7, None).to(device)
     results = []
     for training in (True, False):
         for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):

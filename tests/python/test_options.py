@@ -37,16 +37,18 @@ def sink_of(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(case: Case, alignment: str, with_sink: bool, dtype: torch.dtype, isa: str) -> None:
-    """Output, log-sum-exp and weights against float64, on every instruction set."""
-    inputs = case.make(dtype)
+def test_forward(case: Case, alignment: str, with_sink: bool, dtype: torch.dtype, kernels: str) -> None:
+    """Output, log-sum-exp and weights against float64."""
+    inputs = case.make(dtype, kernels)
     sink = sink_of(inputs) if with_sink else None
-    expected = reference.every_result(inputs.double(), alignment, sink)
+    exact = inputs.double()
+    expected = reference.every_result(exact, alignment, sink_of(exact) if with_sink else None)
     yardstick = reference.every_result(inputs, alignment, sink)
     options = {**inputs.options(), "causal_alignment": alignment, "sink": sink}
     output, lse = ops.attention_with_lse(*inputs.tensors(), **options)
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_close_as_torch(output, expected["output"], yardstick["output"], what="output")
+    lse = lse.cpu()
     assert torch.equal(lse.isinf(), expected["lse"].isinf())
     finite = torch.isfinite(lse)
     assert_close_as_torch(lse[finite], expected["lse"].detach()[finite], what="lse", dtype=lse.dtype)
@@ -60,17 +62,18 @@ def test_forward(case: Case, alignment: str, with_sink: bool, dtype: torch.dtype
 @pytest.mark.parametrize("returned", ["lse", "weights", "before"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: Case, dtype: torch.dtype, returned: str) -> None:
+def test_gradients(case: Case, dtype: torch.dtype, returned: str, device: str) -> None:
     """Of every input and the sink, through the output and what is returned beside it, under dropout."""
-    inputs, p = case.make(dtype).with_grad(), 0.25
+    inputs, p = case.make(dtype, device).with_grad(), 0.25
     sizes = (*inputs.query.shape[:3], inputs.key.size(2))
     torch.manual_seed(11)
-    keep = ops.dropout_mask(fused_mha.functional.draw_rng_state(), *sizes, p)
-    exact, own = inputs.double(), case.make(dtype).with_grad()
+    keep = ops.dropout_mask(fused_mha.functional.draw_rng_state(device), *sizes, p)
+    exact, own = inputs.double(), case.make(dtype, device).with_grad()
     results = []
     for one in (exact, own):
-        sink = sink_of(inputs).to(one.query.dtype).requires_grad_()
-        results.append((reference.every_result(one, "bottom_right", sink, keep, p), [*one.leaves(), sink]))
+        sink = sink_of(one).to(one.query.dtype).requires_grad_()
+        kept = keep.to(one.query.device)
+        results.append((reference.every_result(one, "bottom_right", sink, kept, p), [*one.leaves(), sink]))
     sink = sink_of(inputs, torch.float32).requires_grad_()
     options = {**inputs.options(), "causal_alignment": "bottom_right", "sink": sink, "dropout_p": p}
     torch.manual_seed(11)
@@ -95,9 +98,9 @@ def test_gradients(case: Case, dtype: torch.dtype, returned: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("returned", ["lse", "averaged", "per_head"])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
-def test_derivatives_of_every_order_and_mode(alignment: str, returned: str, dropout_p: float) -> None:
+def test_derivatives_of_every_order_and_mode(alignment: str, returned: str, dropout_p: float, device: str) -> None:
     case = Case("derivatives", N=2, H=2, Hkv=1, L=4, S=3, D=3, Dv=2, mask="float_per_head", is_causal=True)
-    inputs = case.make(torch.float64).with_grad()
+    inputs = case.make(torch.float64, device).with_grad()
     inputs.attn_mask = inputs.attn_mask.double().detach().requires_grad_()
     sink = sink_of(inputs, torch.float64).requires_grad_()
 
@@ -116,19 +119,19 @@ def test_derivatives_of_every_order_and_mode(alignment: str, returned: str, drop
     assert torch.autograd.gradgradcheck(function, arguments, check_fwd_over_rev=True)
 
 
-def test_bottom_right_lets_the_last_query_see_every_key() -> None:
-    inputs = Case("bottom_right", L=3, S=7).make(torch.float32)
+def test_bottom_right_lets_the_last_query_see_every_key(device: str) -> None:
+    inputs = Case("bottom_right", L=3, S=7).make(torch.float32, device)
     found = ops.attention(*inputs.tensors(), is_causal=True, causal_alignment="bottom_right")
-    later = torch.ones(3, 7, dtype=torch.bool).triu(5)
+    later = torch.ones(3, 7, dtype=torch.bool, device=device).triu(5)
     assert torch.equal(found, ops.attention(*inputs.tensors(), attn_mask=later))
-    square = Case("bottom_right", L=7, S=7).make(torch.float32)
+    square = Case("bottom_right", L=7, S=7).make(torch.float32, device)
     both = [ops.attention(*square.tensors(), is_causal=True, causal_alignment=a) for a in ALIGNMENTS]
     assert torch.equal(*both)
 
 
-def test_bottom_right_continues_a_sequence() -> None:
+def test_bottom_right_continues_a_sequence(device: str) -> None:
     """Rows computed chunk by chunk, with the keys so far, are those of the whole sequence."""
-    inputs = Case("chunks", H=2, L=200, S=200, D=16).make(torch.float32)
+    inputs = Case("chunks", H=2, L=200, S=200, D=16).make(torch.float32, device)
     whole = ops.attention(*inputs.tensors(), is_causal=True)
     for begin, end in ((0, 60), (60, 61), (61, 200)):
         keys = (t[:, :, :end] for t in (inputs.key, inputs.value))
@@ -138,8 +141,8 @@ def test_bottom_right_continues_a_sequence() -> None:
         torch.testing.assert_close(chunk, whole[:, :, begin:end], rtol=1e-5, atol=1e-5)
 
 
-def test_more_queries_than_keys_leave_rows_empty() -> None:
-    inputs = Case("more_queries", L=6, S=2).make(torch.float32).with_grad()
+def test_more_queries_than_keys_leave_rows_empty(device: str) -> None:
+    inputs = Case("more_queries", L=6, S=2).make(torch.float32, device).with_grad()
     output, lse = ops.attention_with_lse(*inputs.tensors(), is_causal=True, causal_alignment="bottom_right")
     assert not output[:, :, :4].any()
     assert (lse[:, :, :4] == -math.inf).all()
@@ -149,9 +152,10 @@ def test_more_queries_than_keys_leave_rows_empty() -> None:
     assert all(torch.isfinite(g).all() for g in grads)
 
 
-def test_a_zero_sink_is_softmax_plus_one() -> None:
-    inputs = Case("plus_one", L=4, S=5).make(torch.float64)
-    output, weights = ops.attention_with_weights(*inputs.tensors(), sink=torch.zeros(2), average_attn_weights=False)
+def test_a_zero_sink_is_softmax_plus_one(device: str) -> None:
+    inputs = Case("plus_one", L=4, S=5).make(torch.float64, device)
+    sink = torch.zeros(2, device=device)
+    output, weights = ops.attention_with_weights(*inputs.tensors(), sink=sink, average_attn_weights=False)
     terms = (inputs.query @ inputs.key.transpose(-1, -2) / math.sqrt(8)).exp()
     expected = terms / (1.0 + terms.sum(-1, keepdim=True))
     torch.testing.assert_close(weights, expected)
@@ -160,39 +164,39 @@ def test_a_zero_sink_is_softmax_plus_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_extreme_sinks(case: Case, dtype: torch.dtype, isa: str) -> None:
+def test_extreme_sinks(case: Case, dtype: torch.dtype, kernels: str) -> None:
     """-inf: no sink, bit for bit; above all scores: everything goes there; NaN: NaN, also in rows that see nothing."""
-    inputs = case.make(dtype).with_grad()
+    inputs = case.make(dtype, kernels).with_grad()
     options, heads = inputs.options(), inputs.query.size(1)
     none = ops.attention_with_lse(*inputs.tensors(), **options)
-    lowest = ops.attention_with_lse(*inputs.tensors(), **options, sink=torch.full((heads,), -math.inf))
+    lowest = ops.attention_with_lse(*inputs.tensors(), **options, sink=sink_of(inputs).fill_(-math.inf))
     assert all(torch.equal(a, b) for a, b in zip(none, lowest, strict=True))
     for value in (torch.finfo(dtype).max, math.inf):
-        sink = torch.full((heads,), value, dtype=dtype, requires_grad=True)
+        sink = torch.full((heads,), value, dtype=dtype, device=kernels, requires_grad=True)
         output, weights = ops.attention_with_weights(*inputs.tensors(), **options, sink=sink)
         assert not output.any()
         assert not weights.any()
         grads = torch.autograd.grad(output.sum() + weights.sum(), [*inputs.leaves(), sink])
         assert not any(g.any() for g in grads)
-    output, lse = ops.attention_with_lse(*inputs.tensors(), **options, sink=torch.full((heads,), math.nan))
+    output, lse = ops.attention_with_lse(*inputs.tensors(), **options, sink=sink_of(inputs).fill_(math.nan))
     assert output.isnan().all()
     assert lse.isnan().all()
 
 
-def test_rows_that_see_the_sink_alone() -> None:
-    inputs = Case("all_hidden", padding="whole_sample").make(torch.float64).with_grad()
-    sink = torch.tensor([0.5, -2.0], dtype=torch.float64, requires_grad=True)
+def test_rows_that_see_the_sink_alone(device: str) -> None:
+    inputs = Case("all_hidden", padding="whole_sample").make(torch.float64, device).with_grad()
+    sink = torch.tensor([0.5, -2.0], dtype=torch.float64, device=device, requires_grad=True)
     output, lse = ops.attention_with_lse(*inputs.tensors(), key_padding_mask=inputs.key_padding_mask, sink=sink)
     assert not output[-1].any()
     torch.testing.assert_close(lse[-1], sink.detach()[:, None].expand(2, 5))
     (gradient,) = torch.autograd.grad(lse[-1].sum(), sink)
-    torch.testing.assert_close(gradient, torch.full((2,), 5.0, dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.full_like(sink, 5.0))
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_weights_before_dropout(average: bool, isa: str) -> None:
+def test_weights_before_dropout(average: bool, kernels: str) -> None:
     """Those of a call without dropout, while the output is that of the same call with them after."""
-    inputs = CASES[2].make(torch.float32)
+    inputs = CASES[2].make(torch.float32, kernels)
     calls = {}
     for before in (False, True):
         torch.manual_seed(4)
@@ -209,9 +213,9 @@ def test_weights_before_dropout(average: bool, isa: str) -> None:
     assert not everything[0].any()
 
 
-def test_parts_of_the_keys_merge_by_their_log_sum_exps() -> None:
+def test_parts_of_the_keys_merge_by_their_log_sum_exps(device: str) -> None:
     """Also gradients: what a ring of devices, each with a part of the keys, computes."""
-    inputs = Case("merge", H=2, L=5, S=40).make(torch.float64).with_grad()
+    inputs = Case("merge", H=2, L=5, S=40).make(torch.float64, device).with_grad()
     query, key, value = inputs.tensors()
     whole = ops.attention(query, key, value)
     parts = [ops.attention_with_lse(query, key[:, :, p], value[:, :, p]) for p in (slice(0, 13), slice(13, 40))]
@@ -225,12 +229,12 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exps() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 5, 8), (5, 8)], ids=["NLD", "LD"])
-def test_shapes_without_heads_or_samples(sizes: tuple[int, ...]) -> None:
-    x = torch.randn(sizes)
-    output, lse = ops.attention_with_lse(x, x, x, sink=torch.zeros(1))
+def test_shapes_without_heads_or_samples(sizes: tuple[int, ...], device: str) -> None:
+    x, sink = torch.randn(sizes, device=device), torch.zeros(1, device=device)
+    output, lse = ops.attention_with_lse(x, x, x, sink=sink)
     assert output.shape == x.shape
     assert lse.shape == sizes[:-1]
-    four = ops.attention_with_lse(*[x.reshape(-1, 1, 5, 8)] * 3, sink=torch.zeros(1))
+    four = ops.attention_with_lse(*[x.reshape(-1, 1, 5, 8)] * 3, sink=sink)
     assert torch.equal(lse.flatten(), four[1].flatten())
 
 
@@ -245,17 +249,18 @@ ILLEGAL = {
 
 @pytest.mark.parametrize("operator", ["attention", "attention_with_weights", "attention_with_lse"])
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_errors(name: str, operator: str) -> None:
+def test_errors(name: str, operator: str, device: str) -> None:
     change, kind, message = ILLEGAL[name]
-    x = torch.randn(2, 2, 3, 4)
+    x, message = torch.randn(2, 2, 3, 4, device=device), message.replace("cpu", device)
+    change = {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in change.items()}
     with pytest.raises(kind, match=re.escape(f"fused_mha::{operator}: {message}")):
         getattr(ops, operator)(x, x, x, **change)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck(requires_grad: bool, dropout_p: float) -> None:
-    inputs = CASES[1].make(torch.float32)
+def test_opcheck(requires_grad: bool, dropout_p: float, device: str) -> None:
+    inputs = CASES[1].make(torch.float32, device)
     inputs = inputs.with_grad() if requires_grad else inputs
     options = {**inputs.options(), "is_causal": True, "causal_alignment": "bottom_right", "dropout_p": dropout_p}
     options["sink"] = sink_of(inputs).requires_grad_(requires_grad)
@@ -264,7 +269,7 @@ def test_opcheck(requires_grad: bool, dropout_p: float) -> None:
         torch.library.opcheck(ops.attention_with_lse.default, inputs.tensors(), options)
     mask = inputs.attn_mask.reshape((1,) * (4 - inputs.attn_mask.dim()) + inputs.attn_mask.shape)
     given = [*inputs.tensors(), inputs.key_padding_mask, mask]
-    numbers = (True, dropout_p, 0.5, torch.tensor([3, 4]), 0)
+    numbers = (True, dropout_p, 0.5, torch.tensor([3, 4], device=device), 0)
     extra = (True, options["sink"].detach().reshape(1, -1, 1, 1).requires_grad_(requires_grad))
     for mode in (1, 3):
         torch.library.opcheck(ops._attention_forward.default, (*given, *numbers, mode, *extra, mode == 1))
@@ -345,9 +350,10 @@ def test_script_and_trace_of_another_size() -> None:
         torch.testing.assert_close(function(query, key, sink), eager(query, key, sink))
 
 
-def test_autocast_keeps_the_sink_and_the_log_sum_exp() -> None:
-    x, sink = torch.randn(2, 2, 5, 8), torch.tensor([1.0 + 2.0**-12, -1.0], requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+def test_autocast_keeps_the_sink_and_the_log_sum_exp(device: str) -> None:
+    x, sink = torch.randn(2, 2, 5, 8, device=device), torch.tensor([1.0 + 2.0**-12, -1.0], device=device)
+    sink.requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
         output, lse = ops.attention_with_lse(x, x, x, sink=sink)
     expected = ops.attention_with_lse(*[x.bfloat16()] * 3, sink=sink)
     assert (output.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

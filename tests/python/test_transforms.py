@@ -18,8 +18,8 @@ CASES = (
 )
 
 
-def make(case: Case) -> Inputs:
-    inputs = case.make(torch.float64)
+def make(case: Case, device: str) -> Inputs:
+    inputs = case.make(torch.float64, device)
     for name in ("key_padding_mask", "attn_mask"):
         mask = getattr(inputs, name)
         if mask is not None and mask.is_floating_point():
@@ -52,7 +52,7 @@ def with_dropout(inputs: Inputs, weights_mode: int, state: tuple[int, int] = (5,
         results = ops._attention_forward(
             given["query"], given["key"], given["value"], given["key_padding_mask"],
             mask if mask is None else mask.reshape(mask_sizes),
-            inputs.is_causal, 0.4, 0.5, torch.tensor(state), 0, weights_mode,
+            inputs.is_causal, 0.4, 0.5, torch.tensor(state, device=inputs.query.device), 0, weights_mode,
         )  # fmt: skip
         return results[:2] if weights_mode else results[0]
 
@@ -74,31 +74,33 @@ def directions(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tangents; 0 where a mask is -inf, for a change of -inf is no change."""
     generator = torch.Generator().manual_seed(9)
     return [
-        torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).masked_fill(leaf.detach().isinf(), 0.0)
+        torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)
+        .to(leaf.device)
+        .masked_fill(leaf.detach().isinf(), 0.0)
         for leaf in leaves
     ]
 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradgradcheck(case: Case, weights: bool) -> None:
-    inputs = make(case)
+def test_gradgradcheck(case: Case, weights: bool, device: str) -> None:
+    inputs = make(case, device)
     assert torch.autograd.gradgradcheck(as_function(inputs, weights), inputs.leaves())
 
 
 @pytest.mark.parametrize("weights_mode", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_dropout_in_every_order(case: Case, weights_mode: int) -> None:
+def test_dropout_in_every_order(case: Case, weights_mode: int, device: str) -> None:
     """First and second order and forward mode, through averaged and per-head weights, for one dropout mask."""
-    inputs = make(case)
+    inputs = make(case, device)
     function = with_dropout(inputs, weights_mode)
     assert torch.autograd.gradcheck(function, inputs.leaves(), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(function, inputs.leaves(), check_fwd_over_rev=True)
 
 
-def test_second_order_of_a_bias_alone() -> None:
+def test_second_order_of_a_bias_alone(device: str) -> None:
     """pytorch#148476: frozen query, key and value beside a learned mask."""
-    inputs = make(CASES[2])
+    inputs = make(CASES[2], device)
     frozen = [t.detach() for t in inputs.tensors()]
 
     def function(padding, bias):
@@ -111,16 +113,16 @@ def test_second_order_of_a_bias_alone() -> None:
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradcheck_forward_mode(case: Case, weights: bool) -> None:
-    inputs = make(case)
+def test_gradcheck_forward_mode(case: Case, weights: bool, device: str) -> None:
+    inputs = make(case, device)
     assert torch.autograd.gradcheck(
         as_function(inputs, weights), inputs.leaves(), check_forward_ad=True, check_backward_ad=False
     )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_jvp_agrees_with_the_formula(case: Case) -> None:
-    inputs = make(case)
+def test_jvp_agrees_with_the_formula(case: Case, device: str) -> None:
+    inputs = make(case, device)
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     tangents = directions(leaves)
     output, tangent = torch.func.jvp(as_function(inputs), tuple(leaves), tuple(tangents))
@@ -130,9 +132,9 @@ def test_jvp_agrees_with_the_formula(case: Case) -> None:
     assert torch.count_nonzero(tangent) > 0
 
 
-def test_hessian_is_not_zero() -> None:
+def test_hessian_is_not_zero(device: str) -> None:
     """An operator that drops a tangent silently makes the Hessian of a sum of squares 0."""
-    inputs = make(CASES[0])
+    inputs = make(CASES[0], device)
     leaves = [leaf.detach() for leaf in inputs.leaves()]
 
     def loss(function):
@@ -157,9 +159,11 @@ DERIVATIVES = {
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("which", ["query", "key", "value", "key_padding_mask", "attn_mask"])
 @pytest.mark.filterwarnings("error")
-def test_derivatives_of_derivatives(which: str, derivative: str) -> None:
+def test_derivatives_of_derivatives(which: str, derivative: str, device: str) -> None:
     """Each is a vmap of a transform of the operator; the reference is the same of the formula."""
-    inputs = make(Case("derivatives", N=1, L=3, S=3, D=2, padding="float", mask="float_per_head", is_causal=True))
+    inputs = make(
+        Case("derivatives", N=1, L=3, S=3, D=2, padding="float", mask="float_per_head", is_causal=True), device
+    )
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     place = inputs.leaf_names().index(which)
 
@@ -174,16 +178,16 @@ def test_derivatives_of_derivatives(which: str, derivative: str) -> None:
 
 @pytest.mark.parametrize("spoilt", ["key", "value", "query", "cotangent", "tangent"])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_hidden_nan_stays_out_of_every_order(dropout: bool, spoilt: str) -> None:
+def test_hidden_nan_stays_out_of_every_order(dropout: bool, spoilt: str, device: str) -> None:
     """The first two rows see the first two keys, the last two the others: NaN may spread in its own half only."""
-    inputs = Case("nan", N=1, L=4, S=4, D=3).make(torch.float64)
-    half = torch.arange(4) // 2
+    inputs = Case("nan", N=1, L=4, S=4, D=3).make(torch.float64, device)
+    half = torch.arange(4, device=device) // 2
     inputs.attn_mask = half[:, None] != half
     function = with_dropout(inputs, 0) if dropout else as_function(inputs)
     generator = torch.Generator().manual_seed(1)
     clean = {name: getattr(inputs, name) for name in ("query", "key", "value")}
     for name in ("cotangent", "tangent"):
-        clean[name] = torch.randn(1, 2, 4, 3, dtype=torch.float64, generator=generator)
+        clean[name] = torch.randn(1, 2, 4, 3, dtype=torch.float64, generator=generator).to(device)
 
     def everything(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """First and second order, forward mode and, where tangents are finite, forward over reverse."""
@@ -200,7 +204,7 @@ def test_hidden_nan_stays_out_of_every_order(dropout: bool, spoilt: str) -> None
             results.extend(torch.func.jvp(gradient, primals, change)[1])
         return results
 
-    dirty = {**clean, spoilt: clean[spoilt].index_fill(2, torch.tensor([3]), float("nan"))}
+    dirty = {**clean, spoilt: clean[spoilt].index_fill(2, torch.tensor([3], device=device), float("nan"))}
     spread = False
     for before, after in zip(everything(clean), everything(dirty), strict=True):
         torch.testing.assert_close(after[:, :, :2], before[:, :, :2], rtol=1e-12, atol=1e-13)
@@ -208,9 +212,9 @@ def test_hidden_nan_stays_out_of_every_order(dropout: bool, spoilt: str) -> None
     assert spread, "visible NaN was turned into a number"
 
 
-def test_gradient_penalty() -> None:
+def test_gradient_penalty(device: str) -> None:
     """pytorch#116350: the norm of a gradient as part of the loss."""
-    inputs = make(CASES[2])
+    inputs = make(CASES[2], device)
     exact = inputs.double()
     results = []
     for function, leaves in ((as_function(inputs), inputs.leaves()), (as_reference(exact), exact.leaves())):
@@ -220,8 +224,8 @@ def test_gradient_penalty() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
-def test_func_grad_and_vjp() -> None:
-    inputs = make(CASES[1])
+def test_func_grad_and_vjp(device: str) -> None:
+    inputs = make(CASES[1], device)
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     every = tuple(range(len(leaves)))
     found = torch.func.grad(lambda *t: as_function(inputs)(*t).square().sum(), argnums=every)(*leaves)
