@@ -25,10 +25,12 @@ def environment_without_cuda() -> dict[str, str]:
     return environment
 
 
-def run(*command: str | Path, **kwargs: object) -> str:
-    result = subprocess.run(
-        [str(part) for part in command], env=environment_without_cuda(), text=True, capture_output=True, **kwargs
-    )
+def run(*command: str | Path, libraries: Path | None = None, **kwargs: object) -> str:
+    """`libraries`: where the dynamic linker looks too, for libraries that are loaded later."""
+    environment = environment_without_cuda()
+    if libraries is not None:
+        environment["LD_LIBRARY_PATH"] = str(libraries)
+    result = subprocess.run([str(part) for part in command], env=environment, text=True, capture_output=True, **kwargs)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

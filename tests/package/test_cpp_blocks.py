@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from consumers import PREFIXES, build, run
+from consumers import PREFIXES, TORCH_FOLDER, build, run
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(cpp|python|cmake)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -46,4 +46,4 @@ def test_cpp_blocks_run(page: Path, tmp_path: Path) -> None:
     build(tmp_path, tmp_path / "build", PREFIXES, "-DCMAKE_CXX_FLAGS_RELEASE=-O0")
     if page.stem == "cpp":
         run(sys.executable, "-c", "".join(text for _, text in blocks(page, "python")), cwd=tmp_path)
-    run(tmp_path / "build" / "app", cwd=tmp_path)
+    run(tmp_path / "build" / "app", cwd=tmp_path, libraries=TORCH_FOLDER / "lib")

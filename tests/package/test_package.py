@@ -76,7 +76,8 @@ def test_a_package_of_aotinductor_runs_in_python_and_in_cpp(tmp_path: Path) -> N
     prefix = f"{fused_mha.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
     build(HERE / "find_package", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}", "-DRUN_PACKAGE=ON")
     torch.save(inputs, tmp_path / "inputs.pt")
-    run(tmp_path / "build" / "run_package", package, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
+    program_and_files = (tmp_path / "build" / "run_package", package, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
+    run(*program_and_files, libraries=TORCH_FOLDER / "lib")
     torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected)
 
 
