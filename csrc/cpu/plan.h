@@ -64,8 +64,8 @@ struct ForwardPlan {
   void* split_states = nullptr;  // (N, H, key_splits) states to merge, null where key_splits is 1
 };
 
-/// Row blocks [block_begin, block_end) of the heads that share `kv_head`, head after head. With weights wanted, the same
-/// row blocks of each of these heads; of every head of sample n if they are averaged.
+/// Row blocks [block_begin, block_end) of the heads that share `kv_head`, head after head. With weights wanted, the
+/// same row blocks of each of these heads; of every head of sample n if they are averaged.
 struct ForwardItem {
   std::int64_t n = 0;
   std::int64_t kv_head = 0;

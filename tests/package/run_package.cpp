@@ -14,8 +14,9 @@ int main(int argc, char** argv) {
   if (argc != 4) return 2;
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const c10::IValue loaded = torch::pickle_load(bytes);
   std::vector<at::Tensor> inputs;
-  for (const c10::IValue& input : torch::pickle_load(bytes).toListRef()) inputs.push_back(input.toTensor());
+  for (const c10::IValue& input : loaded.toListRef()) inputs.push_back(input.toTensor());
 
   const torch::NoGradGuard no_grad;
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
