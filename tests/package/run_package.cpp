@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // run_package MODEL IN OUT: a package of AOTInductor, made in Python, is run without Python on the inputs in IN, a
-// pickled list of tensors; the list of its outputs is written to OUT. Nothing here names fused_mha: the package calls
+// pickled list of tensors; the tuple of its outputs is written to OUT. Nothing here names fused_mha: the package calls
 // its operators, which are there because the program is linked with the library.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/serialize.h>
@@ -20,7 +20,10 @@ int main(int argc, char** argv) {
 
   const torch::NoGradGuard no_grad;
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
-  const std::vector<char> result = torch::pickle_save(model.run(inputs));
+  const std::vector<at::Tensor> outputs = model.run(inputs);
+  // As a tuple: for a list of tensors torch.load asks for a function of its own.
+  const std::vector<c10::IValue> elements(outputs.begin(), outputs.end());
+  const std::vector<char> result = torch::pickle_save(c10::ivalue::Tuple::create(elements));
   std::ofstream(argv[3], std::ios::binary).write(result.data(), static_cast<std::streamsize>(result.size()));
   return 0;
 }

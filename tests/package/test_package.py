@@ -78,7 +78,7 @@ def test_a_package_of_aotinductor_runs_in_python_and_in_cpp(tmp_path: Path) -> N
     torch.save(inputs, tmp_path / "inputs.pt")
     program_and_files = (tmp_path / "build" / "run_package", package, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
     run(*program_and_files, libraries=TORCH_FOLDER / "lib")
-    torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected)
+    torch.testing.assert_close(list(torch.load(tmp_path / "outputs.pt")), expected)
 
 
 def test_find_package_finds_the_torch_beside_the_package(tmp_path: Path) -> None:
