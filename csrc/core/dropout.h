@@ -50,7 +50,10 @@ FUSED_MHA_INLINE FUSED_MHA_HOST_DEVICE bool dropout_keeps(PhiloxKey key, std::ui
                                                           std::int64_t h, std::int64_t l, std::int64_t s) {
   const PhiloxCounter words = philox<kDropoutRounds>(key, dropout_counter(n, h, l, s));
   const auto number = static_cast<int>(s % kDropoutGroup / kDropoutLanes);
-  const std::uint32_t word = words[static_cast<std::size_t>(number / 2)];
+  // No index that is known at run time only: for one the GPU's compiler would put the words into memory.
+  const std::uint32_t low = number / 2 == 0 ? words[0] : words[1];
+  const std::uint32_t high = number / 2 == 2 ? words[2] : words[3];
+  const std::uint32_t word = number < 4 ? low : high;
   return (number % 2 == 0 ? word & 0xFFFFU : word >> 16) >= threshold;
 }
 
