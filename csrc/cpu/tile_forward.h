@@ -518,6 +518,21 @@ static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& sc
   }
 }
 
+/// Moves the numbers of kept keys to the keys' places, zeros between them. From the last one on: none moves to an
+/// earlier place.
+template <typename T>
+static void spread_over_keys(const KeySpan& kept, std::int64_t key_length, T* numbers) {
+  std::int64_t end = key_length;
+  for (std::int64_t i = kept.count - 1; i >= 0; --i) {
+    const std::int64_t s = kept.positions[i];
+    const T number = numbers[i];
+    for (std::int64_t hidden = s + 1; hidden < end; ++hidden) numbers[hidden] = T{0};
+    numbers[s] = number;
+    end = s;
+  }
+  for (std::int64_t hidden = 0; hidden < end; ++hidden) numbers[hidden] = T{0};
+}
+
 /// Writes finished weights of a block, zeros at keys that padding hides. `h` is 0 for averages.
 template <typename T, typename F>
 static void write_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
@@ -527,23 +542,22 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& s
   const RowBlock& block = scratch.states[block_index].block;
   const KeySpan& kept = plan.call.masks->kept_keys(block.n);
   const core::MutableView& to = plan.outputs.weights;
-  const T* source = panel.average == nullptr ? panel.weights : panel.average;
+  T* source = panel.average == nullptr ? panel.weights : panel.average;
   for (std::int64_t row = 0; row < block.rows; ++row) {
-    const T* weights = source + (block_index * kBlockRows + row) * panel.row_stride;
+    T* weights = source + (block_index * kBlockRows + row) * panel.row_stride;
     const std::int64_t offset = to.offset(block.n, h, block.row_begin + row, 0);
+    if (kept.positions != nullptr) {
+      spread_over_keys<T>(kept, problem.key_length, weights);
+      store_row<T>(weights, problem.key_length, T{1}, to, offset);
+      continue;
+    }
     if (kept.count < problem.key_length) {
       with_storage<T>(to.data, to.dtype, [&](auto* base) {
         using Storage = std::remove_pointer_t<decltype(base)>;
         for (std::int64_t s = 0; s < problem.key_length; ++s) base[offset + s * to.strides[3]] = Storage{};
       });
     }
-    if (kept.positions == nullptr) {
-      store_row<T>(weights, kept.count, T{1}, to, offset + kept.first * to.strides[3]);
-    } else {
-      for (std::int64_t i = 0; i < kept.count; ++i) {
-        store_row<T>(weights + i, 1, T{1}, to, offset + kept.positions[i] * to.strides[3]);
-      }
-    }
+    store_row<T>(weights, kept.count, T{1}, to, offset + kept.first * to.strides[3]);
   }
 }
 
