@@ -8,120 +8,70 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "torch/additive_derivatives.h"
 #include "torch/autograd_node.h"
 #include "torch/call_record.h"
 #include "torch/derivatives.h"
+#include "torch/formula_node.h"
 #include "torch/operators.h"
+#include "torch/saved_arguments.h"
 #include "torch/tangents.h"
 
 namespace fused_mha::detail {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::TraceableFunction;
-using torch::autograd::variable_list;
-
-/// An additive call's arguments as a node keeps them.
-class SavedAdditiveArguments {
- public:
-  void save(const AttentionArguments& arguments, const at::Tensor& score_weight) {
-    saved_ = {SavedVariable(arguments.query, false),
-              SavedVariable(arguments.key, false),
-              SavedVariable(arguments.value, false),
-              SavedVariable(score_weight, false),
-              SavedVariable(arguments.key_padding_mask, false),
-              SavedVariable(arguments.attn_mask, false),
-              SavedVariable(arguments.rng_state, false)};
-    is_causal_ = arguments.is_causal;
-    dropout_p_ = arguments.dropout_p;
-    weights_mode_ = arguments.weights_mode;
-  }
-
-  AttentionArguments unpack() const {
-    return additive_arguments(saved_[0].unpack(), saved_[1].unpack(), saved_[2].unpack(),
-                              optional_tensor(saved_[4].unpack()), optional_tensor(saved_[5].unpack()), is_causal_,
-                              dropout_p_, optional_tensor(saved_[6].unpack()), weights_mode_);
-  }
-  at::Tensor score_weight() const { return saved_[3].unpack(); }
-
-  void release() {
-    for (auto& saved : saved_) saved.reset_data();
-  }
-
- private:
-  std::array<SavedVariable, 7> saved_;
-  bool is_causal_ = false;
-  double dropout_p_ = 0.0;
-  std::int64_t weights_mode_ = 0;
-};
+/// score_weight comes after the tensors of tensors_of.
+constexpr std::size_t kAdditiveTensors = kArgumentTensors + 1;
 
 std::array<at::Tensor, 6> to_array(const AdditiveBackwardResult& result) {
   return std::apply([](const auto&... tensors) { return std::array<at::Tensor, 6>{tensors...}; }, result);
 }
 
-/// Gradient of _additive_attention_backward.
-struct AdditiveDoubleBackward : public TraceableFunction {
-  SavedAdditiveArguments arguments;
-  SavedVariable grad_output;
-  SavedVariable grad_weights;
+/// Gradient of _additive_attention_backward: of grad_output, grad_weights, query, key, value, score_weight, both masks.
+struct AdditiveDoubleBackwardFormula {
+  using Constants = AttentionArguments;
+  static constexpr const char* kName = "FusedMhaAdditiveAttentionBackwardBackward";
+  static constexpr std::size_t kSaved = kAdditiveTensors + 2;
+  static constexpr std::size_t kResults = 0;
+  static constexpr std::array<std::size_t, 8> kInputs{
+      kAdditiveTensors, kAdditiveTensors + 1, 0, 1, 2, kArgumentTensors, 3, 4};
+  static constexpr bool kIsTraceable = true;
 
-  std::string name() const override { return "FusedMhaAdditiveAttentionBackwardBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    grad_output.reset_data();
-    grad_weights.reset_data();
-  }
-
-  variable_list apply(variable_list&& cotangents) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::array<at::Tensor, 6> of;
-    std::copy(cotangents.begin(), cotangents.end(), of.begin());
-    std::array<bool, 8> wanted{};
-    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    if (std::none_of(of.begin(), of.end(), [](const auto& tensor) { return tensor.defined(); })) {
-      return variable_list(wanted.size());
-    }
+  static variable_list gradients(const Constants& constants, const variable_list& saved,
+                                 const variable_list& cotangents, const std::vector<bool>& wanted) {
     BackwardArguments backward;
-    backward.grad_output = optional_tensor(grad_output.unpack());
-    backward.grad_weights = optional_tensor(grad_weights.unpack());
-    const auto result =
-        unfused_additive_double_backward(arguments.unpack(), arguments.score_weight(), backward, of, wanted);
+    backward.grad_output = optional_tensor(saved[kAdditiveTensors]);
+    backward.grad_weights = optional_tensor(saved[kAdditiveTensors + 1]);
+    const auto result = unfused_additive_double_backward(with_tensors(constants, saved), saved[kArgumentTensors],
+                                                         backward, first_of<std::array<at::Tensor, 6>>(cotangents),
+                                                         first_of<std::array<bool, 8>>(wanted));
     return {result.begin(), result.end()};
+  }
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
 /// Gradient of _additive_attention_forward.
-struct AdditiveBackward : public TraceableFunction {
-  SavedAdditiveArguments arguments;
-  SavedVariable output;
-  SavedVariable row_max;
-  SavedVariable row_sum;
+struct AdditiveBackwardFormula {
+  using Constants = AttentionArguments;
+  static constexpr const char* kName = "FusedMhaAdditiveAttentionBackward";
+  static constexpr std::size_t kSaved = kAdditiveTensors + 3;
+  static constexpr std::size_t kResults = 3;  // output, row_max, row_sum
+  static constexpr std::array<std::size_t, 6> kInputs{0, 1, 2, kArgumentTensors, 3, 4};
+  static constexpr bool kIsTraceable = true;
 
-  std::string name() const override { return "FusedMhaAdditiveAttentionBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    for (auto* saved : {&output, &row_max, &row_sum}) saved->reset_data();
+  static variable_list gradients(const Constants& constants, const variable_list& saved, const variable_list& incoming,
+                                 const std::vector<bool>& wanted) {
+    if (!incoming[0].defined() && !incoming[1].defined()) return variable_list(wanted.size());
+    const BackwardArguments backward{optional_tensor(incoming[0]), optional_tensor(incoming[1]),
+                                     saved[kAdditiveTensors], saved[kAdditiveTensors + 1], saved[kAdditiveTensors + 2]};
+    const auto result = call_additive_backward(with_tensors(constants, saved), saved[kArgumentTensors], backward,
+                                               first_of<AdditiveGradientMask>(wanted));
+    return only_wanted(to_array(result), wanted);
   }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    AdditiveGradientMask wanted{};
-    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    if (!gradients[0].defined() && !gradients[1].defined()) return variable_list(wanted.size());
-    const BackwardArguments backward{optional_tensor(gradients[0]), optional_tensor(gradients[1]),
-                                     output.unpack(getptr()), row_max.unpack(getptr()), row_sum.unpack(getptr())};
-    auto result = to_array(call_additive_backward(arguments.unpack(), arguments.score_weight(), backward, wanted));
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (!wanted[i]) result[i] = at::Tensor();
-    }
-    return {result.begin(), result.end()};
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
@@ -135,12 +85,14 @@ ForwardResult additive_attention_forward_autograd(c10::DispatchKeySet keys, cons
                                                   const OptionalTensor& rng_state, std::int64_t weights_mode) {
   const auto arguments =
       additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
-  decltype(make_node<AdditiveBackward>()) node;
+  decltype(make_node<FormulaNode<AdditiveBackwardFormula>>()) node;
   if (torch::autograd::compute_requires_grad(query, key, value, score_weight, key_padding_mask, attn_mask)) {
-    node = make_node<AdditiveBackward>();
+    node = make_node<FormulaNode<AdditiveBackwardFormula>>();
     node->set_next_edges(
         torch::autograd::collect_next_edges(query, key, value, score_weight, key_padding_mask, attn_mask));
-    node->arguments.save(arguments, score_weight);
+    const auto [q, k, v, padding, bias, sink, state] = tensors_of(arguments);
+    node->save(without_tensors(arguments),
+               std::array<OptionalTensor, kAdditiveTensors>{q, k, v, padding, bias, sink, state, score_weight});
   }
   const bool is_forward_mode = has_tangent(arguments) || is_dual(score_weight);
   if (is_recording_calls()) {
@@ -160,9 +112,7 @@ ForwardResult additive_attention_forward_autograd(c10::DispatchKeySet keys, cons
   if (node) {
     torch::autograd::set_history(output, node);
     torch::autograd::set_history(weights_mode == 0 ? at::Tensor() : weights, node);
-    node->output = SavedVariable(output, true);
-    node->row_max = SavedVariable(row_max, true);
-    node->row_sum = SavedVariable(row_sum, true);
+    node->save_results({output, row_max, row_sum});
     announce_node(node);
   }
   if (is_forward_mode) {
@@ -188,16 +138,17 @@ AdditiveBackwardResult additive_attention_backward_autograd(
   const auto arguments =
       additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
-  decltype(make_node<AdditiveDoubleBackward>()) node;
+  decltype(make_node<FormulaNode<AdditiveDoubleBackwardFormula>>()) node;
   // output, row_max and row_sum are functions of the other arguments, and their derivatives are part of those'.
   if (torch::autograd::compute_requires_grad(grad_output, grad_weights, query, key, value, score_weight,
                                              key_padding_mask, attn_mask)) {
-    node = make_node<AdditiveDoubleBackward>();
+    node = make_node<FormulaNode<AdditiveDoubleBackwardFormula>>();
     node->set_next_edges(torch::autograd::collect_next_edges(grad_output, grad_weights, query, key, value, score_weight,
                                                              key_padding_mask, attn_mask));
-    node->arguments.save(arguments, score_weight);
-    node->grad_output = SavedVariable(grad_output, false);
-    node->grad_weights = SavedVariable(grad_weights, false);
+    const auto [q, k, v, padding, bias, sink, state] = tensors_of(arguments);
+    node->save(without_tensors(arguments),
+               std::array<OptionalTensor, kAdditiveTensors + 2>{q, k, v, padding, bias, sink, state, score_weight,
+                                                                grad_output, grad_weights});
   }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;

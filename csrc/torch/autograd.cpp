@@ -11,123 +11,62 @@
 #include "torch/autograd_node.h"
 #include "torch/call_record.h"
 #include "torch/derivatives.h"
+#include "torch/formula_node.h"
 #include "torch/operators.h"
+#include "torch/saved_arguments.h"
 #include "torch/tangents.h"
 
 namespace fused_mha::detail {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::TraceableFunction;
-using torch::autograd::variable_list;
-
-/// AttentionArguments as a node keeps them.
-class SavedArguments {
- public:
-  void save(const AttentionArguments& arguments) {
-    query_ = SavedVariable(arguments.query, false);
-    key_ = SavedVariable(arguments.key, false);
-    value_ = SavedVariable(arguments.value, false);
-    key_padding_mask_ = SavedVariable(arguments.key_padding_mask, false);
-    attn_mask_ = SavedVariable(arguments.attn_mask, false);
-    sink_ = SavedVariable(arguments.sink, false);
-    rng_state_ = SavedVariable(arguments.rng_state, false);
-    scalars_ = arguments;
-    scalars_.query = scalars_.key = scalars_.value = at::Tensor();
-    scalars_.key_padding_mask = scalars_.attn_mask = scalars_.sink = scalars_.rng_state = std::nullopt;
-  }
-
-  AttentionArguments unpack() const {
-    auto arguments = scalars_;
-    arguments.query = query_.unpack();
-    arguments.key = key_.unpack();
-    arguments.value = value_.unpack();
-    arguments.key_padding_mask = optional_tensor(key_padding_mask_.unpack());
-    arguments.attn_mask = optional_tensor(attn_mask_.unpack());
-    arguments.sink = optional_tensor(sink_.unpack());
-    arguments.rng_state = optional_tensor(rng_state_.unpack());
-    return arguments;
-  }
-
-  void release() {
-    for (auto* saved : {&query_, &key_, &value_, &key_padding_mask_, &attn_mask_, &sink_, &rng_state_}) {
-      saved->reset_data();
-    }
-  }
-
- private:
-  SavedVariable query_, key_, value_, key_padding_mask_, attn_mask_, sink_, rng_state_;
-  AttentionArguments scalars_;  // its tensors are left empty
-};
-
-/// One for each result that is differentiable, undefined where it is not wanted.
-template <std::size_t kCount>
-variable_list to_list(const std::array<at::Tensor, kCount>& tensors) {
-  return {tensors.begin(), tensors.end()};
-}
-
 std::array<at::Tensor, 6> to_array(const BackwardResult& result) {
   return std::apply([](const auto&... tensors) { return std::array<at::Tensor, 6>{tensors...}; }, result);
 }
 
-/// Gradient of _attention_backward.
-struct AttentionDoubleBackward : public TraceableFunction {
-  SavedArguments arguments;
-  SavedVariable grad_output;
-  SavedVariable grad_weights;
+/// Gradient of _attention_backward: of grad_output, grad_weights, query, key, value, both masks and sink.
+struct DoubleBackwardFormula {
+  using Constants = AttentionArguments;
+  static constexpr const char* kName = "FusedMhaAttentionBackwardBackward";
+  static constexpr std::size_t kSaved = kArgumentTensors + 2;
+  static constexpr std::size_t kResults = 0;
+  static constexpr std::array<std::size_t, 8> kInputs{kArgumentTensors, kArgumentTensors + 1, 0, 1, 2, 3, 4, 5};
+  static constexpr bool kIsTraceable = true;
 
-  std::string name() const override { return "FusedMhaAttentionBackwardBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    grad_output.reset_data();
-    grad_weights.reset_data();
-  }
-
-  variable_list apply(variable_list&& cotangents) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::array<at::Tensor, 6> of;
-    std::copy(cotangents.begin(), cotangents.end(), of.begin());
-    std::array<bool, 8> wanted{};
-    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    if (std::none_of(of.begin(), of.end(), [](const auto& tensor) { return tensor.defined(); })) {
-      return variable_list(wanted.size());
-    }
+  static variable_list gradients(const Constants& constants, const variable_list& saved,
+                                 const variable_list& cotangents, const std::vector<bool>& wanted) {
     BackwardArguments backward;
-    backward.grad_output = optional_tensor(grad_output.unpack());
-    backward.grad_weights = optional_tensor(grad_weights.unpack());
-    return to_list(unfused_double_backward(arguments.unpack(), backward, of, wanted));
+    backward.grad_output = optional_tensor(saved[kArgumentTensors]);
+    backward.grad_weights = optional_tensor(saved[kArgumentTensors + 1]);
+    const auto of = first_of<std::array<at::Tensor, 6>>(cotangents);
+    const auto result =
+        unfused_double_backward(with_tensors(constants, saved), backward, of, first_of<std::array<bool, 8>>(wanted));
+    return {result.begin(), result.end()};
+  }
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
 /// Gradient of _attention_forward.
-struct AttentionBackward : public TraceableFunction {
-  SavedArguments arguments;
-  SavedVariable output;
-  SavedVariable row_max;
-  SavedVariable row_sum;
+struct BackwardFormula {
+  using Constants = AttentionArguments;
+  static constexpr const char* kName = "FusedMhaAttentionBackward";
+  static constexpr std::size_t kSaved = kArgumentTensors + 3;
+  static constexpr std::size_t kResults = 3;  // output, row_max, row_sum
+  static constexpr std::array<std::size_t, 6> kInputs{0, 1, 2, 3, 4, 5};
+  static constexpr bool kIsTraceable = true;
 
-  std::string name() const override { return "FusedMhaAttentionBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    for (auto* saved : {&output, &row_max, &row_sum}) saved->reset_data();
+  static variable_list gradients(const Constants& constants, const variable_list& saved, const variable_list& incoming,
+                                 const std::vector<bool>& wanted) {
+    // row_max and row_sum have no gradients.
+    if (!incoming[0].defined() && !incoming[1].defined()) return variable_list(wanted.size());
+    const BackwardArguments backward{optional_tensor(incoming[0]), optional_tensor(incoming[1]),
+                                     saved[kArgumentTensors], saved[kArgumentTensors + 1], saved[kArgumentTensors + 2]};
+    const auto mask = first_of<GradientMask>(wanted);
+    return only_wanted(to_array(call_backward(with_tensors(constants, saved), backward, mask)), wanted);
   }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    GradientMask wanted{};
-    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    if (!gradients[0].defined() && !gradients[1].defined()) return variable_list(wanted.size());
-    const BackwardArguments backward{optional_tensor(gradients[0]), optional_tensor(gradients[1]),
-                                     output.unpack(getptr()), row_max.unpack(getptr()), row_sum.unpack(getptr())};
-    auto result = to_array(call_backward(arguments.unpack(), backward, wanted));
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (!wanted[i]) result[i] = at::Tensor();
-    }
-    return to_list(result);
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
@@ -144,11 +83,11 @@ ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Ten
                                      rng_state,    always_visible_keys,
                                      weights_mode, bottom_right,
                                      sink,         weights_before_dropout};
-  decltype(make_node<AttentionBackward>()) node;
+  decltype(make_node<FormulaNode<BackwardFormula>>()) node;
   if (torch::autograd::compute_requires_grad(query, key, value, key_padding_mask, attn_mask, sink)) {
-    node = make_node<AttentionBackward>();
+    node = make_node<FormulaNode<BackwardFormula>>();
     node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, key_padding_mask, attn_mask, sink));
-    node->arguments.save(arguments);
+    node->save(without_tensors(arguments), tensors_of(arguments));
   }
   if (is_recording_calls()) {
     using torch::autograd::compute_requires_grad;
@@ -167,9 +106,7 @@ ForwardResult attention_forward_autograd(c10::DispatchKeySet keys, const at::Ten
   if (node) {
     torch::autograd::set_history(output, node);
     torch::autograd::set_history(weights_mode == 0 ? at::Tensor() : weights, node);
-    node->output = SavedVariable(output, true);
-    node->row_max = SavedVariable(row_max, true);
-    node->row_sum = SavedVariable(row_sum, true);
+    node->save_results({output, row_max, row_sum});
     announce_node(node);
   }
   if (has_tangent(arguments)) {
@@ -203,16 +140,16 @@ BackwardResult attention_backward_autograd(c10::DispatchKeySet keys, const Optio
                                      weights_mode, bottom_right,
                                      sink,         weights_before_dropout};
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
-  decltype(make_node<AttentionDoubleBackward>()) node;
+  decltype(make_node<FormulaNode<DoubleBackwardFormula>>()) node;
   // output, row_max and row_sum are functions of the other arguments, and their derivatives are part of those'.
   if (torch::autograd::compute_requires_grad(grad_output, grad_weights, query, key, value, key_padding_mask, attn_mask,
                                              sink)) {
-    node = make_node<AttentionDoubleBackward>();
+    node = make_node<FormulaNode<DoubleBackwardFormula>>();
     node->set_next_edges(torch::autograd::collect_next_edges(grad_output, grad_weights, query, key, value,
                                                              key_padding_mask, attn_mask, sink));
-    node->arguments.save(arguments);
-    node->grad_output = SavedVariable(grad_output, false);
-    node->grad_weights = SavedVariable(grad_weights, false);
+    const auto [q, k, v, padding, bias, own_sink, state] = tensors_of(arguments);
+    node->save(without_tensors(arguments), std::array<OptionalTensor, kArgumentTensors + 2>{
+                                               q, k, v, padding, bias, own_sink, state, grad_output, grad_weights});
   }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;

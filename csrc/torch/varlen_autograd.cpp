@@ -13,6 +13,7 @@
 #include "torch/autograd_node.h"
 #include "torch/call_record.h"
 #include "torch/derivatives.h"
+#include "torch/formula_node.h"
 #include "torch/operators.h"
 #include "torch/tangents.h"
 
@@ -20,10 +21,6 @@ namespace fused_mha::detail {
 namespace {
 
 using at::Tensor;
-using torch::autograd::SavedVariable;
-using torch::autograd::TraceableFunction;
-using torch::autograd::variable_list;
-
 /// (total, H, X) <-> (N, H, longest, X)
 class Padding {
  public:
@@ -108,106 +105,84 @@ class PaddedCall {
   AttentionArguments arguments_;
 };
 
-/// VarlenArguments as a node keeps them.
-class SavedArguments {
- public:
-  void save(const VarlenArguments& a) {
-    query_ = SavedVariable(a.query, false);
-    key_ = SavedVariable(a.key, false);
-    value_ = SavedVariable(a.value, false);
-    cu_seqlens_q_ = SavedVariable(a.cu_seqlens_q, false);
-    cu_seqlens_k_ = SavedVariable(a.cu_seqlens_k, false);
-    rng_state_ = SavedVariable(a.rng_state, false);
-    sink_ = SavedVariable(a.sink, false);
-    scalars_ = a;
-    scalars_.query = scalars_.key = scalars_.value = scalars_.cu_seqlens_q = scalars_.cu_seqlens_k = Tensor();
-    scalars_.rng_state = scalars_.sink = std::nullopt;
-  }
+constexpr std::size_t kVarlenTensors = 7;
 
-  VarlenArguments unpack() const {
-    auto a = scalars_;
-    a.query = query_.unpack();
-    a.key = key_.unpack();
-    a.value = value_.unpack();
-    a.cu_seqlens_q = cu_seqlens_q_.unpack();
-    a.cu_seqlens_k = cu_seqlens_k_.unpack();
-    a.rng_state = optional_tensor(rng_state_.unpack());
-    a.sink = optional_tensor(sink_.unpack());
-    return a;
-  }
+std::array<OptionalTensor, kVarlenTensors> tensors_of(const VarlenArguments& a) {
+  return {a.query, a.key, a.value, a.cu_seqlens_q, a.cu_seqlens_k, a.rng_state, a.sink};
+}
 
-  void release() {
-    for (auto* saved : {&query_, &key_, &value_, &cu_seqlens_q_, &cu_seqlens_k_, &rng_state_, &sink_}) {
-      saved->reset_data();
-    }
-  }
+VarlenArguments without_tensors(VarlenArguments a) {
+  a.query = a.key = a.value = a.cu_seqlens_q = a.cu_seqlens_k = Tensor();
+  a.rng_state = a.sink = std::nullopt;
+  return a;
+}
 
- private:
-  SavedVariable query_, key_, value_, cu_seqlens_q_, cu_seqlens_k_, rng_state_, sink_;
-  VarlenArguments scalars_;  // its tensors are left empty
-};
+/// `tensors` begin with those of tensors_of.
+VarlenArguments with_tensors(VarlenArguments constants, const variable_list& tensors) {
+  constants.query = tensors[0];
+  constants.key = tensors[1];
+  constants.value = tensors[2];
+  constants.cu_seqlens_q = tensors[3];
+  constants.cu_seqlens_k = tensors[4];
+  constants.rng_state = optional_tensor(tensors[5]);
+  constants.sink = optional_tensor(tensors[6]);
+  return constants;
+}
+
+void collect_constants(torch::autograd::CompiledNodeArgs& args, const VarlenArguments& a) {
+  args.collect(a.is_causal);
+  args.collect(a.dropout_p);
+  args.collect(a.scale);
+  args.collect(a.bottom_right);
+}
 
 std::array<Tensor, 4> to_array(const VarlenBackwardResult& result) {
   return std::apply([](const auto&... tensors) { return std::array<Tensor, 4>{tensors...}; }, result);
 }
 
-/// Gradient of _varlen_backward.
-struct VarlenDoubleBackward : public TraceableFunction {
-  SavedArguments arguments;
-  SavedVariable grad_output;
+/// Gradient of _varlen_backward: of grad_output, query, key, value and sink.
+struct VarlenDoubleBackwardFormula {
+  using Constants = VarlenArguments;
+  static constexpr const char* kName = "FusedMhaVarlenBackwardBackward";
+  static constexpr std::size_t kSaved = kVarlenTensors + 1;
+  static constexpr std::size_t kResults = 0;
+  static constexpr std::array<std::size_t, 5> kInputs{kVarlenTensors, 0, 1, 2, 6};
+  static constexpr bool kIsTraceable = false;  // sizes of the padded batch depend on what cu_seqlens hold
 
-  std::string name() const override { return "FusedMhaVarlenBackwardBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    grad_output.reset_data();
-  }
-
-  variable_list apply(variable_list&& cotangents) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::array<Tensor, 4> of;
-    std::copy(cotangents.begin(), cotangents.end(), of.begin());
-    if (std::none_of(of.begin(), of.end(), [](const auto& tensor) { return tensor.defined(); })) {
-      return variable_list(5);
-    }
-    const PaddedCall padded(arguments.unpack());
-    const auto wants = [this](std::size_t i) { return task_should_compute_output(i); };
+  static variable_list gradients(const Constants& constants, const variable_list& saved,
+                                 const variable_list& cotangents, const std::vector<bool>& wanted) {
+    const PaddedCall padded(with_tensors(constants, saved));
+    const auto of = padded.pad(first_of<std::array<Tensor, 4>>(cotangents));
     const auto result =
-        unfused_double_backward(padded.arguments(), padded.backward(grad_output.unpack()), padded.pad(of),
-                                {wants(0), false, wants(1), wants(2), wants(3), false, false, wants(4)});
+        unfused_double_backward(padded.arguments(), padded.backward(saved[kVarlenTensors]), of,
+                                {wanted[0], false, wanted[1], wanted[2], wanted[3], false, false, wanted[4]});
     const auto [query, key, value, sink] = padded.unpad({result[2], result[3], result[4], result[7]});
     return {padded.query().unpad(result[0]), query, key, value, sink};
+  }
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
 /// Gradient of _varlen_forward.
-struct VarlenBackward : public TraceableFunction {
-  SavedArguments arguments;
-  SavedVariable output;
-  SavedVariable row_max;
-  SavedVariable row_sum;
+struct VarlenBackwardFormula {
+  using Constants = VarlenArguments;
+  static constexpr const char* kName = "FusedMhaVarlenBackward";
+  static constexpr std::size_t kSaved = kVarlenTensors + 3;
+  static constexpr std::size_t kResults = 3;  // output, row_max, row_sum
+  static constexpr std::array<std::size_t, 4> kInputs{0, 1, 2, 6};
+  static constexpr bool kIsTraceable = true;
 
-  std::string name() const override { return "FusedMhaVarlenBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arguments.release();
-    for (auto* saved : {&output, &row_max, &row_sum}) saved->reset_data();
+  static variable_list gradients(const Constants& constants, const variable_list& saved, const variable_list& incoming,
+                                 const std::vector<bool>& wanted) {
+    if (!incoming[0].defined()) return variable_list(wanted.size());
+    const VarlenBackwardArguments backward{incoming[0], saved[kVarlenTensors], saved[kVarlenTensors + 1],
+                                           saved[kVarlenTensors + 2]};
+    const auto mask = first_of<VarlenGradientMask>(wanted);
+    return only_wanted(to_array(call_varlen_backward(with_tensors(constants, saved), backward, mask)), wanted);
   }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    VarlenGradientMask wanted{};
-    for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    if (!gradients[0].defined()) return variable_list(wanted.size());
-    const VarlenBackwardArguments backward{gradients[0], output.unpack(getptr()), row_max.unpack(getptr()),
-                                           row_sum.unpack(getptr())};
-    auto result = to_array(call_varlen_backward(arguments.unpack(), backward, wanted));
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (!wanted[i]) result[i] = Tensor();
-    }
-    return {result.begin(), result.end()};
+  static void collect(torch::autograd::CompiledNodeArgs& args, const Constants& constants) {
+    collect_constants(args, constants);
   }
 };
 
@@ -224,11 +199,11 @@ VarlenForwardResult varlen_forward_autograd(c10::DispatchKeySet keys, const Tens
   const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
                                   dropout_p, scale, rng_state, bottom_right, sink};
   using torch::autograd::compute_requires_grad;
-  decltype(make_node<VarlenBackward>()) node;
+  decltype(make_node<FormulaNode<VarlenBackwardFormula>>()) node;
   if (compute_requires_grad(query, key, value, sink)) {
-    node = make_node<VarlenBackward>();
+    node = make_node<FormulaNode<VarlenBackwardFormula>>();
     node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, sink));
-    node->arguments.save(arguments);
+    node->save(without_tensors(arguments), tensors_of(arguments));
   }
   if (is_recording_calls()) {
     note_derivatives({compute_requires_grad(query), compute_requires_grad(key), compute_requires_grad(value), false,
@@ -244,9 +219,7 @@ VarlenForwardResult varlen_forward_autograd(c10::DispatchKeySet keys, const Tens
   const auto& [output, row_max, row_sum] = result;
   if (node) {
     torch::autograd::set_history(output, node);
-    node->output = SavedVariable(output, true);
-    node->row_max = SavedVariable(row_max, true);
-    node->row_sum = SavedVariable(row_sum, true);
+    node->save_results({output, row_max, row_sum});
     announce_node(node);
   }
   if (has_tangent(arguments)) {
@@ -269,13 +242,14 @@ VarlenBackwardResult varlen_backward_autograd(c10::DispatchKeySet keys, const Te
                                               const OptionalTensor& sink, VarlenGradientMask output_mask) {
   const VarlenArguments arguments{query,     key,   value,     cu_seqlens_q, cu_seqlens_k, is_causal,
                                   dropout_p, scale, rng_state, bottom_right, sink};
-  decltype(make_node<VarlenDoubleBackward>()) node;
+  decltype(make_node<FormulaNode<VarlenDoubleBackwardFormula>>()) node;
   // output, row_max and row_sum are functions of the other arguments, and their derivatives are part of those'.
   if (torch::autograd::compute_requires_grad(grad_output, query, key, value, sink)) {
-    node = make_node<VarlenDoubleBackward>();
+    node = make_node<FormulaNode<VarlenDoubleBackwardFormula>>();
     node->set_next_edges(torch::autograd::collect_next_edges(grad_output, query, key, value, sink));
-    node->arguments.save(arguments);
-    node->grad_output = SavedVariable(grad_output, false);
+    const auto [q, k, v, starts_q, starts_k, state, own_sink] = tensors_of(arguments);
+    node->save(without_tensors(arguments), std::array<OptionalTensor, kVarlenTensors + 1>{
+                                               q, k, v, starts_q, starts_k, state, own_sink, grad_output});
   }
   auto result = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
