@@ -41,7 +41,7 @@ def pair(*arguments, **options) -> tuple[fused_mha.MultiheadAttention, nn.Multih
 
 
 def test_signatures_are_those_of_stock() -> None:
-    """Options that stock lacks come behind its own, by keyword alone."""
+    """opacus#596. Options that stock lacks come behind its own, by keyword alone."""
     for name in ("__init__", "forward"):
         ours = list(inspect.signature(getattr(fused_mha.MultiheadAttention, name)).parameters.values())
         stock = list(inspect.signature(getattr(nn.MultiheadAttention, name)).parameters.values())

@@ -198,6 +198,7 @@ def test_options_with_the_values_of_stock_make_a_stock_module(options: dict[str,
 
 
 def test_a_width_that_heads_do_not_divide() -> None:
+    """pytorch#103668"""
     with pytest.raises(AssertionError, match="divisible"):
         fused_mha.MultiheadAttention(10, 4)
     module = fused_mha.MultiheadAttention(10, 4, head_dim=16)

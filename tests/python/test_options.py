@@ -214,7 +214,7 @@ def test_weights_before_dropout(average: bool, kernels: str) -> None:
 
 
 def test_parts_of_the_keys_merge_by_their_log_sum_exps(device: str) -> None:
-    """Also gradients: what a ring of devices, each with a part of the keys, computes."""
+    """pytorch#98505. Also gradients: what a ring of devices, each with a part of the keys, computes."""
     inputs = Case("merge", H=2, L=5, S=40).make(torch.float64, device).with_grad()
     query, key, value = inputs.tensors()
     whole = ops.attention(query, key, value)

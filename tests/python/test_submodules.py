@@ -308,6 +308,29 @@ def test_quantize_dynamic(with_out_proj: bool) -> None:
     assert 0 < relative_error(results[0], expected) < 0.05
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization_aware_training() -> None:
+    """pytorch#118165. PyTorch converts layers of exactly the class nn.Linear, which out_proj may be."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("no engine for quantized layers")
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    layer, x = encoder_layer(), torch.randn(N, L, E)
+    expected = layer(x, src_key_padding_mask=PADDING)
+    layer.self_attn.out_proj.__class__ = nn.Linear
+    layer.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    prepared = quantization.prepare_qat(layer.train())
+    assert "qat" in type(prepared.self_attn.out_proj).__module__
+    results = []
+    operators = operators_in(lambda: results.append(prepared(x, src_key_padding_mask=PADDING)))
+    assert operators[FUSED] == 1
+    assert 0 < relative_error(results[0], expected) < 0.1
+    results[0].square().sum().backward()
+    assert prepared.self_attn.out_proj.weight.grad.any()
+    assert prepared.self_attn.out_proj.weight_fake_quant.activation_post_process.min_val.numel() > 0
+
+
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 @pytest.mark.parametrize("in_projection", [False, True])
 def test_torchao(config: str, in_projection: bool) -> None:

@@ -122,6 +122,7 @@ def test_gradcheck_forward_mode(case: Case, weights: bool, device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_jvp_agrees_with_the_formula(case: Case, device: str) -> None:
+    """pytorch#98164"""
     inputs = make(case, device)
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     tangents = directions(leaves)
