@@ -110,12 +110,12 @@ FUSED_MHA_INLINE VecFloat load_pairs(const BFloat16* from, std::int64_t stride, 
 
 /// out[factor of columns][kWidth] = the rows, transposed, times `factor` unless they are pairs; zeros behind the last
 /// row up to `width` or the end of its vector; kWidth >= width >= rows.count. Returns whether any element is NaN or
-/// infinite.
-template <typename T, std::int64_t kWidth, typename F>
+/// infinite, if it is to look.
+template <typename T, std::int64_t kWidth, Probe kProbe, typename F>
 static bool pack_transposed_factors(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, F* out,
                                     std::int64_t width = kWidth) {
   if constexpr (!kIsPair<F>) {
-    return pack_transposed<T, kWidth>(from, rows, columns, factor, out, width);
+    return pack_transposed<T, kWidth, kProbe>(from, rows, columns, factor, out, width);
   } else {
     constexpr std::int64_t kStep = kLanes<float>;
     const auto* base = static_cast<const BFloat16*>(from.data);
@@ -129,7 +129,7 @@ static bool pack_transposed_factors(const Matrix& from, const KeySpan& rows, std
           if (first + i >= rows.count) continue;
           const BFloat16* row = base + rows[first + i] * from.row_stride + column * from.column_stride;
           square[i] = load_pairs(row, from.column_stride, left);
-          probe.see(std::bit_cast<VecUInt32>(square[i]));
+          if constexpr (kProbe == Probe::kYes) probe.see(std::bit_cast<VecUInt32>(square[i]));
         }
         transpose<float>(square);
         BFloat16Pair* target = out + column / 2 * kWidth + first;

@@ -74,8 +74,11 @@ FUSED_MHA_INLINE void load_transposed(const RowPointer& row, Vec<T> (&square)[kL
   }
 }
 
+/// Whether packing looks for numbers that are not finite, which costs an instruction a vector.
+enum class Probe : std::uint8_t { kNo, kYes };
+
 /// pack_transposed for one storage type; in order: rows.positions is null and columns lie side by side.
-template <typename T, std::int64_t kWidth, bool kInOrder, typename Storage>
+template <typename T, std::int64_t kWidth, Probe kProbe, bool kInOrder, bool kScales, typename Storage>
 static bool pack_transposed_from(const Storage* base, const Matrix& from, const KeySpan& rows, std::int64_t columns,
                                  T factor, T* out, std::int64_t width) {
   constexpr std::int64_t kStep = kLanes<T>;
@@ -100,25 +103,31 @@ static bool pack_transposed_from(const Storage* base, const Matrix& from, const 
       }
       T* target = out + column * kWidth + first;
       for (std::int64_t j = 0; j < left; ++j) {
-        probe = fma(square[j], Vec<T>{}, probe);
-        store<T>(target + j * kWidth, square[j] * scale);
+        if constexpr (kProbe == Probe::kYes) probe = fma(square[j], Vec<T>{}, probe);
+        store<T>(target + j * kWidth, kScales ? square[j] * scale : square[j]);
       }
     }
   }
+  if constexpr (kProbe == Probe::kNo) return false;
   const T sum = reduce_add<T>(probe);
   return sum != sum;
 }
 
 /// out[column][kWidth] = factor * rows, transposed, zeros behind the last row up to `width` or the end of its vector;
-/// kWidth >= width >= rows.count. Returns whether any element is NaN or infinite.
-template <typename T, std::int64_t kWidth>
+/// kWidth >= width >= rows.count. Returns whether any element is NaN or infinite, if it is to look.
+template <typename T, std::int64_t kWidth, Probe kProbe>
 static bool pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_t columns, T factor, T* out,
                             std::int64_t width = kWidth) {
   bool not_finite = false;
   with_storage<T>(from.data, from.dtype, [&](const auto* base) {
-    not_finite = rows.positions == nullptr && from.column_stride == 1
-                     ? pack_transposed_from<T, kWidth, true>(base, from, rows, columns, factor, out, width)
-                     : pack_transposed_from<T, kWidth, false>(base, from, rows, columns, factor, out, width);
+    const bool in_order = rows.positions == nullptr && from.column_stride == 1;
+    if (!in_order) {
+      not_finite = pack_transposed_from<T, kWidth, kProbe, false, true>(base, from, rows, columns, factor, out, width);
+    } else if (factor == T{1}) {
+      not_finite = pack_transposed_from<T, kWidth, kProbe, true, false>(base, from, rows, columns, factor, out, width);
+    } else {
+      not_finite = pack_transposed_from<T, kWidth, kProbe, true, true>(base, from, rows, columns, factor, out, width);
+    }
   });
   return not_finite;
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/dropout.h"
+#include "core/inline.h"
 #include "core/mask.h"
 #include "core/problem.h"
 
@@ -22,6 +23,17 @@ inline constexpr std::int64_t kForwardKeys = 128;
 /// Forward steps whose packed keys are kept at once: with values in place 256 KiB at D = 64, beside the blocks' state
 /// in the L2 cache.
 inline constexpr std::int64_t kPanelSteps = 8;
+/// Steps that a head's keys can take. A run of kept keys may begin inside a step of the key grid: one step more than
+/// its length asks for.
+FUSED_MHA_INLINE constexpr std::int64_t most_forward_steps(const core::AttentionProblem& problem) {
+  return problem.key_length / kForwardKeys + 2;
+}
+/// The same where weights are returned: a block of rows that meets all keys before the next one begins can leave its
+/// weights' memory to it (benchmark row "forward averaged weights").
+inline constexpr std::int64_t kWeightsPanelSteps = 16;
+FUSED_MHA_INLINE constexpr bool weights_fit_one_panel(const core::AttentionProblem& problem) {
+  return most_forward_steps(problem) <= kWeightsPanelSteps;
+}
 /// Keys of a backward step: 48 x 96 weights and their gradients are 36 KiB, next to the L1 data cache.
 inline constexpr std::int64_t kBackwardKeys = 96;
 
@@ -82,6 +94,7 @@ struct BackwardPlan {
   void* query_partials = nullptr;     // (N, Hkv, key_splits, rows, padded D) sums, null where key_splits is 1
   void* key_bias_partials = nullptr;  // (N, Hkv, S) column sums of the score gradients; null if nobody asks
   bool adds_mask_gradient = false;    // attn_mask's gradient is summed up beside the others, one sample after another
+  bool begins_mask_gradient = false;  // it is not zero before: its first sample keeps every key, and so writes it all
   void* row_deltas = nullptr;         // (N, H, L) sum over s of weight * its gradient, in the accumulation type
 };
 

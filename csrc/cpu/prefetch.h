@@ -22,14 +22,27 @@ class Prefetcher {
   /// Spreads the rows over about `calls` calls of advance().
   void spread_over(std::int64_t calls) { rows_a_call_ = calls > 0 ? (rows_ + calls - 1) / calls : 0; }
 
-  /// Rows of `bytes` that the tile at hand will need when its scores are done: they go first, some each call.
-  void begin_tile(const std::byte* first, std::int64_t row_bytes, std::int64_t rows, std::int64_t bytes) {
-    tile_ = {first, {nullptr, 0, rows}, row_bytes, bytes};
+  /// Forgets what earlier tiles asked for.
+  void begin_tile() {
+    tile_streams_ = 0;
+    tile_stream_ = 0;
     tile_row_ = 0;
   }
 
+  /// Rows of `bytes` that the tile at hand will need when its products are done: they go first, some each call, in the
+  /// order in which they are named.
+  void add_to_tile(const std::byte* first, std::int64_t row_bytes, std::int64_t rows, std::int64_t bytes) {
+    if (rows > 0 && tile_streams_ < kTileStreams)
+      tile_[tile_streams_++] = {first, {nullptr, 0, rows}, row_bytes, bytes};
+  }
+
   FUSED_MHA_INLINE void advance() {
-    for (std::int64_t i = 0; i < kTileRowsACall && tile_row_ < tile_.rows.count; ++i, ++tile_row_) tile_.ask(tile_row_);
+    for (std::int64_t i = 0; i < kTileRowsACall && tile_stream_ < tile_streams_; ++i) {
+      tile_[tile_stream_].ask(tile_row_);
+      if (++tile_row_ < tile_[tile_stream_].rows.count) continue;
+      tile_row_ = 0;
+      ++tile_stream_;
+    }
     for (std::int64_t i = 0; i < rows_a_call_ && stream_ < count_; ++i) {
       streams_[stream_].ask(row_);
       if (++row_ < streams_[stream_].rows.count) continue;
@@ -41,6 +54,7 @@ class Prefetcher {
  private:
   static constexpr std::int64_t kLine = 64;
   static constexpr int kStreams = 16;
+  static constexpr int kTileStreams = 2;
   /// A block's rows of a float mask are then there before its last quarter of score tiles begins, and no burst of them
   /// fills the buffers that the tiles' own misses need (benchmark row "forward float mask (L,S)").
   static constexpr std::int64_t kTileRowsACall = 4;
@@ -57,7 +71,9 @@ class Prefetcher {
   };
 
   Stream streams_[kStreams];
-  Stream tile_;
+  Stream tile_[kTileStreams];
+  int tile_streams_ = 0;
+  int tile_stream_ = 0;
   std::int64_t tile_row_ = 0;
   int count_ = 0;
   int stream_ = 0;

@@ -270,12 +270,16 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
   const std::int64_t blocks = plan.call.blocks_per_head * (with_weights ? 1 : problem.heads_per_kv_head());
   std::int64_t most = std::min(blocks, kMaxBlocksPerItem);
   if (with_weights) {
-    const std::int64_t row_bytes = (averages ? 2 : 1) * (problem.key_length + kForwardKeys) *
-                                   static_cast<std::int64_t>(accumulator_size(problem.query.dtype));
-    most = std::clamp<std::int64_t>(kWeightsPanelBytes / (row_bytes * kBlockRows), 1, most);
+    const std::int64_t row_bytes = static_cast<std::int64_t>(accumulator_size(problem.query.dtype)) * kBlockRows;
+    const std::int64_t tiles = most_forward_steps(problem) * kForwardKeys * row_bytes;
+    const std::int64_t sums = problem.key_length * row_bytes;
+    const std::int64_t shared = (weights_fit_one_panel(problem) ? tiles : 0) + (averages ? 0 : sums);
+    const std::int64_t of_each = (weights_fit_one_panel(problem) ? 0 : tiles) + (averages ? sums : 0);
+    if (of_each > 0) most = std::clamp<std::int64_t>((kWeightsPanelBytes - shared) / of_each, 1, most);
   }
-  // The size with which the thread that works longest has the least to do. Items of one size are handed out in rounds;
-  // where causality makes them unequal, or another program takes a thread's time, more of them even it out.
+  // The size with which the thread that works longest has the least to do: rounds of whole items, and what is left of
+  // each group in the gaps. Where causality makes items unequal, or another program takes a thread's time, more of them
+  // even it out.
   const std::int64_t threads = std::max(parallel.threads, 1);
   const std::int64_t least_items = threads == 1 ? 1 : threads * (problem.is_causal ? 4 : 2);
   std::int64_t best = 1;
@@ -283,8 +287,10 @@ std::int64_t choose_blocks_per_item(const ForwardPlan& plan, const Parallel& par
   for (std::int64_t size = 1; size <= most; ++size) {
     const std::int64_t items = groups * ceil_div(blocks, size);
     if (size > 1 && items < least_items) break;
-    const double cost =
-        static_cast<double>(ceil_div(items, threads)) * (static_cast<double>(size) + kPackingPerBlockOfRows);
+    const std::int64_t rounds = ceil_div(groups * (blocks / size), threads);
+    const double all = static_cast<double>(groups * blocks) + static_cast<double>(items) * kPackingPerBlockOfRows;
+    const double cost = std::max(static_cast<double>(rounds) * (static_cast<double>(size) + kPackingPerBlockOfRows),
+                                 all / static_cast<double>(threads));
     if (cost <= best_cost) {
       best = size;
       best_cost = cost;
@@ -321,6 +327,14 @@ bool can_add_mask_gradient(const AttentionProblem& problem, const core::Backward
                                           problem.masked_keys()};
   const DType sums = problem.query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   return outputs.grad_attn_mask && outputs.attn_mask_sizes == whole && outputs.grad_attn_mask.dtype == sums;
+}
+
+/// Whether the samples that attn_mask's gradient begins with have no key that key_padding_mask hides.
+bool first_samples_keep_all_keys(const BackwardPlan& plan) {
+  for (std::int64_t n = 0; n < plan.outputs.attn_mask_sizes[0]; ++n) {
+    if (plan.call.masks->kept_keys(n).count < plan.call.problem->key_length) return false;
+  }
+  return true;
 }
 
 /// Samples that share attn_mask go one after another, so that the order of its gradient's sums is fixed.
@@ -385,6 +399,7 @@ struct BackwardCall {
                const core::BackwardOutputs& outputs, const Parallel& schedule)
       : masks(problem, schedule), plan{make_constants(problem, masks), inputs, outputs} {
     plan.adds_mask_gradient = can_add_mask_gradient(problem, outputs);
+    plan.begins_mask_gradient = plan.adds_mask_gradient && first_samples_keep_all_keys(plan);
     plan.key_splits = choose_key_splits(problem, samples_per_item(plan));
   }
   BackwardCall(const BackwardCall&) = delete;
@@ -694,7 +709,7 @@ void attention_backward(std::span<const AttentionProblem> problems, std::span<co
         is_double ? reduce_sink<double>(call.plan, i) : reduce_sink<float>(call.plan, i);
       });
   for (const BackwardCall& call : calls) {
-    if (!call.plan.adds_mask_gradient) continue;
+    if (!call.plan.adds_mask_gradient || call.plan.begins_mask_gradient) continue;
     is_double ? zero_mask_gradient<double>(call.plan, schedule) : zero_mask_gradient<float>(call.plan, schedule);
   }
   items = dearest_first(std::move(items));

@@ -76,7 +76,7 @@ static void pack_row_features(const core::View& view, std::int64_t n, std::int64
 template <typename T, std::int64_t kKeys>
 static void pack_key_features(const core::View& view, std::int64_t n, std::int64_t kv_head, const KeySpan& keys,
                               std::int64_t depth, bool with_factors, Features<T>& features) {
-  pack_transposed<T, kKeys>(matrix_of(view, n, kv_head), keys, depth, T{1}, features.raw);
+  pack_transposed<T, kKeys, Probe::kNo>(matrix_of(view, n, kv_head), keys, depth, T{1}, features.raw);
   features.has_factors = false;
   if (with_factors) make_factors<T>(features, depth * kKeys);
 }

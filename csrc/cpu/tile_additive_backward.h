@@ -75,7 +75,7 @@ static void pack_additive_grad_rows(const AdditiveBackwardPlan& plan, const RowB
                        scratch.rows);
   if (attention.inputs.grad_output) {
     const Matrix grad = matrix_of(attention.inputs.grad_output, block.n, block.h);
-    if (!few) pack_transposed<T, kBlockRows>(grad, span, problem.value_dim, T{1}, scratch.grads);
+    if (!few) pack_transposed<T, kBlockRows, Probe::kNo>(grad, span, problem.value_dim, T{1}, scratch.grads);
     scratch.grads_not_finite =
         pack_rows<T>(grad, span, problem.value_dim, scratch.padded_dv, block.rows, T{1}, scratch.grad_rows);
   }
@@ -102,7 +102,7 @@ static void pack_additive_grad_keys(const AdditiveBackwardPlan& plan, std::int64
   } else {
     pack_key_features<T, kBackwardKeys>(problem.key, n, kv_head, scratch.keys, problem.head_dim, true,
                                         scratch.keys_transposed);
-    pack_transposed<T, kBackwardKeys>(value, scratch.keys, problem.value_dim, T{1}, scratch.values);
+    pack_transposed<T, kBackwardKeys, Probe::kNo>(value, scratch.keys, problem.value_dim, T{1}, scratch.values);
   }
   if (scratch.key_bias != nullptr) load_key_bias<T>(problem, n, scratch.keys, kBackwardKeys, scratch.key_bias);
 }

@@ -137,12 +137,13 @@ static void pack_grad_rows(const BackwardPlan& plan, const BackwardSizes<T, F>& 
   rows.block = block;
   for (DropoutGroup& group : rows.dropout) group.group = -1;
   const std::int64_t width = score_rows_read(block.rows);
-  rows.not_finite = pack_transposed_factors<T, kBlockRows>(query, span, problem.head_dim,
-                                                           static_cast<T>(plan.call.query_factor), rows.queries, width);
+  rows.not_finite = pack_transposed_factors<T, kBlockRows, Probe::kYes>(
+      query, span, problem.head_dim, static_cast<T>(plan.call.query_factor), rows.queries, width);
   rows.query_rows = rows_where_they_lie<T>(query, span, problem.head_dim, sizes.padded_d, rows.packed_queries);
   if (plan.inputs.grad_output) {
     const Matrix grad = matrix_of(plan.inputs.grad_output, block.n, block.h);
-    rows.not_finite |= pack_transposed_factors<T, kBlockRows>(grad, span, problem.value_dim, T{1}, rows.grads, width);
+    rows.not_finite |=
+        pack_transposed_factors<T, kBlockRows, Probe::kYes>(grad, span, problem.value_dim, T{1}, rows.grads, width);
     rows.grad_rows = rows_where_they_lie<T>(grad, span, problem.value_dim, sizes.padded_dv, rows.packed_grads);
   } else {
     for (std::int64_t i = 0; i < sizes.grads; ++i) rows.grads[i] = F{};
@@ -165,8 +166,9 @@ static void pack_grad_keys(const CallConstants& call, const BackwardSizes<T, F>&
                            std::int64_t kv_head, GradKeys<T, F>& tile) {
   const core::AttentionProblem& problem = *call.problem;
   const Matrix key = matrix_of(problem.key, n, kv_head);
-  tile.keys_not_finite = pack_key_groups<T>(key, tile.keys, problem.head_dim, tile.keys_transposed);
-  pack_key_groups<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, tile.values_transposed);
+  tile.keys_not_finite = pack_key_groups<T, Probe::kYes>(key, tile.keys, problem.head_dim, tile.keys_transposed);
+  pack_key_groups<T, Probe::kNo>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim,
+                                 tile.values_transposed);
   tile.key_rows = rows_where_they_lie<T>(key, tile.keys, problem.head_dim, sizes.padded_d, tile.packed_keys);
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kBackwardKeys, tile.key_bias);
 }
@@ -192,6 +194,7 @@ static void score_grad_tile(const CallConstants& call, const GradRows<T, F>& row
                             GradTile<T, F>& tile, Prefetcher& prefetcher) {
   const std::int64_t depth = factors_of<F>(call.problem->head_dim);
   const T factor = static_cast<T>(call.query_factor);
+  prefetcher.begin_tile();
   if (tile.mask->any_mixed) prefetch_masks<kBackwardKeys>(call, rows.block, keys.keys, *tile.mask, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) continue;
@@ -251,6 +254,19 @@ FUSED_MHA_INLINE void gradient_row(const BackwardPlan& plan, const GradRows<T, F
   }
 }
 
+/// Where attn_mask's gradient will take up the tile's dS.
+template <typename T>
+static void prefetch_mask_gradient(const BackwardPlan& plan, const RowBlock& block, const KeySpan& keys,
+                                   Prefetcher& prefetcher) {
+  const core::MutableView& to = plan.outputs.grad_attn_mask;
+  if (keys.positions != nullptr || to.strides[3] != 1) return;
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t n = plan.outputs.attn_mask_sizes[0] == 1 ? 0 : block.n;
+  prefetcher.add_to_tile(
+      static_cast<const std::byte*>(to.data) + to.offset(n, block.h, block.row_begin, keys.first) * kSize,
+      to.strides[2] * kSize, block.rows, keys.count * kSize);
+}
+
 /// Fills tile.weights with Z * P and tile.score_grads with dS; hidden groups become 0 in both.
 template <typename T, typename F>
 static void gradient_tile(const BackwardPlan& plan, GradRows<T, F>& rows, const GradKeys<T, F>& keys,
@@ -258,6 +274,7 @@ static void gradient_tile(const BackwardPlan& plan, GradRows<T, F>& rows, const 
   const CallConstants& call = plan.call;
   const std::int64_t value_depth = factors_of<F>(call.problem->value_dim);
   score_grad_tile<T>(call, rows, keys, tile, prefetcher);
+  if (plan.adds_mask_gradient) prefetch_mask_gradient<T>(plan, rows.block, keys.keys, prefetcher);
   for (std::int64_t group = 0; group < TileMask<kBackwardKeys>::kGroups; ++group) {
     if (tile.mask->is_hidden(group)) {
       for (std::int64_t row = 0; row < rows.block.rows; ++row) {
@@ -410,9 +427,9 @@ static void accumulate_grads(const BackwardPlan& plan, const BackwardSizes<T, F>
   rows.started = true;
 }
 
-/// Adds a tile's dS to attn_mask's gradient, which nobody else adds to meanwhile.
+/// Adds a tile's dS to attn_mask's gradient, which nobody else adds to meanwhile; begins with it if `is_first`.
 template <typename T, typename F>
-static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, const KeySpan& keys,
+static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, const KeySpan& keys, bool is_first,
                               const GradTile<T, F>& tile) {
   const core::MutableView& to = plan.outputs.grad_attn_mask;
   const std::int64_t n = plan.outputs.attn_mask_sizes[0] == 1 ? 0 : block.n;
@@ -426,9 +443,14 @@ static void add_mask_gradient(const BackwardPlan& plan, const RowBlock& block, c
     std::int64_t i = 0;
     if (in_order) {
       T* run = target + keys.first;
-      for (; i + kLanes<T> <= count; i += kLanes<T>) store<T>(run + i, load<T>(run + i) + load<T>(from + i));
+      for (; i + kLanes<T> <= count; i += kLanes<T>) {
+        store<T>(run + i, is_first ? load<T>(from + i) : load<T>(run + i) + load<T>(from + i));
+      }
     }
-    for (; i < count; ++i) target[keys[i] * to.strides[3]] += from[i];
+    for (; i < count; ++i) {
+      T& element = target[keys[i] * to.strides[3]];
+      element = is_first ? from[i] : element + from[i];
+    }
   }
 }
 
@@ -533,6 +555,7 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T, F>& s
   const CallConstants& call = plan.call;
   GradKeys<T, F>& keys = scratch.keys;
   const std::int64_t first_head = item.kv_head * call.problem->heads_per_kv_head();
+  const bool begins_mask_gradient = plan.begins_mask_gradient && (plan.outputs.attn_mask_sizes[0] > 1 || item.n == 0);
   pack_grad_keys<T>(call, sizes, item.n, item.kv_head, keys);
   const std::int64_t sums = round_up(keys.keys.count, kRankRowQuantum);
   for (std::int64_t i = 0; i < sums * sizes.padded_d; ++i) keys.key_grad[i] = T{0};
@@ -542,10 +565,16 @@ static void backward_step(const BackwardPlan& plan, const BackwardSizes<T, F>& s
     GradRows<T, F>& rows = scratch.rows[i];
     const RowBlock block = row_block(call, item.n, first_head + i / call.blocks_per_head, i % call.blocks_per_head);
     classify_tile<kBackwardKeys>(call, block, keys.keys, *scratch.tile.mask);
-    if (!scratch.tile.mask->any_visible) continue;
+    if (!scratch.tile.mask->any_visible) {
+      if (begins_mask_gradient) {
+        for (std::int64_t k = 0; k < kBlockRows * kBackwardKeys; ++k) scratch.tile.score_grads[k] = T{0};
+        add_mask_gradient<T>(plan, block, keys.keys, true, scratch.tile);
+      }
+      continue;
+    }
     if (!rows.packed) pack_grad_rows<T>(plan, sizes, block, rows);
     gradient_tile<T>(plan, rows, keys, scratch.tile, scratch.prefetcher);
-    if (plan.adds_mask_gradient) add_mask_gradient<T>(plan, block, keys.keys, scratch.tile);
+    if (plan.adds_mask_gradient) add_mask_gradient<T>(plan, block, keys.keys, begins_mask_gradient, scratch.tile);
     accumulate_grads<T>(plan, sizes, rows, keys, scratch.tile);
   }
   store_key_grads<T>(plan, sizes, item, keys);

@@ -75,14 +75,28 @@ struct RowState {
   bool started = false;  // output holds something
 };
 
-/// What weights are made from: unnormalized P of every step, and the maximum it was taken against.
+/// What weights are made from: unnormalized P of every step, and the maximum it was taken against. A block's weights
+/// are folded when it has met all keys; where those fit one panel, the next block uses the same memory again.
 template <typename T>
 struct WeightsPanel {
-  T* weights = nullptr;   // [row][kept keys, padded]
-  T* step_max = nullptr;  // [row][steps]; -inf where the row had seen nothing yet, so its zeros stay zeros
-  T* average = nullptr;   // [row][kept keys, padded]; null where weights go out per head
+  T* tiles = nullptr;  // [step][kBlockRows][kForwardKeys] of each block
+  T* step_max =
+      nullptr;        // [step][kBlockRows] of each block; -inf where a row had seen nothing yet: its zeros stay zeros
+  T* rows = nullptr;  // [row of the item][kept keys, padded]: averages, or one head's weights of one block
   std::int64_t row_stride = 0;
   std::int64_t steps = 0;
+  bool averages = false;
+  bool one_block = false;  // tiles and step_max are one block's
+
+  T* tile(std::int64_t block_index, std::int64_t step) const {
+    return tiles + ((one_block ? 0 : block_index) * steps + step) * kBlockRows * kForwardKeys;
+  }
+  T* tile_max(std::int64_t block_index, std::int64_t step) const {
+    return step_max + ((one_block ? 0 : block_index) * steps + step) * kBlockRows;
+  }
+  T* row(std::int64_t block_index, std::int64_t row) const {
+    return rows + ((averages ? block_index * kBlockRows : 0) + row) * row_stride;
+  }
 };
 
 template <typename T, typename F>
@@ -90,7 +104,7 @@ struct ForwardScratch {
   std::int64_t padded_dv = 0;
   std::int64_t max_blocks = 0;
   RowState<T, F>* states = nullptr;
-  KeyTile<T, F> panel_keys[kPanelSteps];
+  KeyTile<T, F> panel_keys[kWeightsPanelSteps];
   std::int64_t panel_steps = 0;  // that there is room for
   T* tile = nullptr;             // [kBlockRows][kForwardKeys]
   T* best = nullptr;             // [kBlockRows][lanes]
@@ -108,9 +122,10 @@ struct ForwardScratch {
     T* outputs = arena.take<T>(max_blocks * kBlockRows * padded_dv);
     T* row_max = arena.take<T>(max_blocks * kBlockRows);
     T* sums = arena.take<T>(max_blocks * kBlockRows * kLanes<T>);
-    // A run of kept keys may begin inside a step of the key grid: one step more than its length asks for.
-    const std::int64_t most_steps = problem.key_length / kForwardKeys + 2;
-    panel_steps = most_steps < kPanelSteps ? most_steps : kPanelSteps;
+    const std::int64_t most_steps = most_forward_steps(problem);
+    const bool with_weights = plan.outputs.weights_mode != core::WeightsMode::kNone;
+    panel.one_block = with_weights && weights_fit_one_panel(problem);
+    panel_steps = most_steps < kPanelSteps || panel.one_block ? most_steps : kPanelSteps;
     for (std::int64_t i = 0; i < panel_steps; ++i) {
       panel_keys[i].keys_transposed = arena.take<F>(kForwardKeys * factors_of<F>(problem.head_dim));
       panel_keys[i].packed_values = arena.take<F>(factors_of<F>(kForwardKeys) * padded_dv);
@@ -119,14 +134,14 @@ struct ForwardScratch {
     tile = arena.take<T>(kBlockRows * kForwardKeys);
     best = arena.take<T>(kBlockRows * kLanes<T>);
     mask = arena.take<TileMask<kForwardKeys>>(1);
-    if (plan.outputs.weights_mode != core::WeightsMode::kNone) {
+    if (with_weights) {
       panel.steps = most_steps;
-      panel.row_stride = problem.key_length + kForwardKeys;
-      panel.weights = arena.take<T>(max_blocks * kBlockRows * panel.row_stride);
-      panel.step_max = arena.take<T>(max_blocks * kBlockRows * panel.steps);
-      if (plan.outputs.weights_mode == core::WeightsMode::kAveraged) {
-        panel.average = arena.take<T>(max_blocks * kBlockRows * panel.row_stride);
-      }
+      panel.row_stride = round_up(problem.key_length, kLanes<T>);
+      panel.averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
+      const std::int64_t held_blocks = panel.one_block ? 1 : max_blocks;
+      panel.tiles = arena.take<T>(held_blocks * panel.steps * kBlockRows * kForwardKeys);
+      panel.step_max = arena.take<T>(held_blocks * panel.steps * kBlockRows);
+      panel.rows = arena.take<T>((panel.averages ? max_blocks : 1) * kBlockRows * panel.row_stride);
     }
     if (base != nullptr) {
       for (std::int64_t i = 0; i < max_blocks; ++i) {
@@ -144,14 +159,14 @@ struct ForwardScratch {
   }
 };
 
-/// Keys as the score tiles read them; returns whether any element is NaN or infinite.
-template <typename T, typename F>
+/// Keys as the score tiles read them; returns whether any element is NaN or infinite, if it is to look.
+template <typename T, Probe kProbe, typename F>
 static bool pack_key_groups(const Matrix& from, const KeySpan& keys, std::int64_t columns, F* out) {
   bool not_finite = false;
   for (std::int64_t group = 0; group * kGroupKeys < keys.count; ++group) {
     const KeySpan part = group_of(keys, group);
     F* target = out + group * kGroupKeys * factors_of<F>(columns);
-    not_finite |= pack_transposed_factors<T, kGroupKeys>(from, part, columns, T{1}, target, part.count);
+    not_finite |= pack_transposed_factors<T, kGroupKeys, kProbe>(from, part, columns, T{1}, target, part.count);
   }
   return not_finite;
 }
@@ -171,8 +186,8 @@ static void begin_rows(const ForwardPlan& plan, std::int64_t padded_dv, const Ro
     }
     for (std::int64_t i = 0; i < kFewRows * padded_dv; ++i) state.output[i] = T{0};
   } else {
-    pack_transposed_factors<T, kBlockRows>(query, rows, problem.head_dim, factor, state.queries,
-                                           score_rows_read(block.rows));
+    pack_transposed_factors<T, kBlockRows, Probe::kNo>(query, rows, problem.head_dim, factor, state.queries,
+                                                       score_rows_read(block.rows));
   }
   for (std::int64_t row = 0; row < kBlockRows; ++row) state.row_max[row] = kMinusInfinity<T>;
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) state.sums[i] = T{0};
@@ -204,7 +219,7 @@ static void prepare_key_tile(const ForwardPlan& plan, std::int64_t n, std::int64
   if (tile.key_bias != nullptr) load_key_bias<T>(problem, n, tile.keys, kForwardKeys, tile.key_bias);
   if (plan.few_rows) return;
   tile.finiteness = Finiteness::kUnknown;
-  pack_key_groups<T>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
+  pack_key_groups<T, Probe::kNo>(matrix_of(problem.key, n, kv_head), tile.keys, problem.head_dim, tile.keys_transposed);
   tile.values = rows_where_they_lie<T>(matrix_of(problem.value, n, kv_head), tile.keys, problem.value_dim, padded_dv,
                                        tile.packed_values);
 }
@@ -257,7 +272,7 @@ static void update_maxima(RowState<T, F>& state, std::int64_t padded_dv, T unit,
 
 /// Turns one row of scores into P in place, as factors of the output, and adds it to the row's sum, not rounded; `keep`
 /// drops elements of P from the output, not from the sum. Unless it is null, `copy` gets P too, what is dropped only if
-/// `copy_all`, with zeros for hidden groups.
+/// `copy_all`, with zeros for hidden groups; it may be `scores` where both hold the same.
 template <typename T, typename F, bool kUnitIsOne>
 FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>& mask, T* scores, T reference,
                                   const std::uint32_t* keep, T* copy, bool copy_all) {
@@ -283,7 +298,9 @@ FUSED_MHA_INLINE void softmax_row(T* sums, T unit, const TileMask<kForwardKeys>&
       const Vec<T> kept = keep == nullptr ? p : select<T>(keep[group] >> (v * kLanes<T>), p, Vec<T>{});
       if constexpr (!kIsPair<F>) store<T>(part + v * kLanes<T>, kept);
       weights[v] = kept;
-      if (copy != nullptr) store<T>(copy + group * kGroupKeys + v * kLanes<T>, copy_all ? p : kept);
+      if (copy != nullptr && copy != scores) {
+        store<T>(copy + group * kGroupKeys + v * kLanes<T>, copy_all ? p : kept);
+      }
     }
     // Pairs take half of the row's memory: they never reach scores that are still to be read.
     if constexpr (kIsPair<F>) store<T>(scores + group * kGroupKeys / 2, round_to_pairs(weights[0], weights[1]));
@@ -375,42 +392,45 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T, F>& scratch,
   TileMask<kForwardKeys>& mask = *scratch.mask;
   RowState<T, F>& state = scratch.states[block_index];
   const RowBlock& block = state.block;
+  T* panel_tile = scratch.panel.tiles == nullptr ? nullptr : scratch.panel.tile(block_index, keys.step);
+  // Weights that are multiplied as they are returned stay where they are made.
+  const bool in_place =
+      panel_tile != nullptr && !kIsPair<F> && !(call.has_dropout && plan.outputs.weights_before_dropout);
+  T* tile = in_place ? panel_tile : scratch.tile;
+  scratch.prefetcher.begin_tile();
   if (mask.any_mixed) prefetch_masks<kForwardKeys>(call, block, keys.keys, mask, scratch.prefetcher);
   for (std::int64_t i = 0; i < kBlockRows * kLanes<T>; ++i) scratch.best[i] = kMinusInfinity<T>;
   const bool few_rows = !kIsPair<F> && plan.few_rows;
   if (few_rows) {
     if constexpr (!kIsPair<F>) {
-      score_few_rows<T>(call, block, keys.keys, state.queries, mask, scratch.tile, scratch.best);
+      score_few_rows<T>(call, block, keys.keys, state.queries, mask, tile, scratch.best);
     }
   } else {
-    score_tile_groups<T>(call, keys, state, mask, scratch.tile, scratch.best, scratch.prefetcher);
+    score_tile_groups<T>(call, keys, state, mask, tile, scratch.best, scratch.prefetcher);
   }
   if (mask.any_mixed) {
-    mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, scratch.tile, scratch.best, mask);
+    mask_tile<T, kForwardKeys>(call, block, keys.keys, keys.key_bias, tile, scratch.best, mask);
   }
   const T unit = static_cast<T>(call.unit);
   T references[kBlockRows];
   update_maxima<T>(state, scratch.padded_dv, unit, scratch.best, references);
+  if (panel_tile != nullptr) {
+    std::memcpy(scratch.panel.tile_max(block_index, keys.step), state.row_max, kBlockRows * sizeof(T));
+  }
   for (std::int64_t row = 0; row < block.rows; ++row) {
     std::uint32_t keep[TileMask<kForwardKeys>::kGroups];
     if (call.has_dropout) {
       DropoutGroup group;
       dropout_span_bits(call, block.n, block.h, block.row_begin + row, keys.keys, group, keep);
     }
-    T* scores = scratch.tile + row * kForwardKeys;
-    T* copy = nullptr;
-    if (scratch.panel.weights != nullptr) {
-      const std::int64_t panel_row = block_index * kBlockRows + row;
-      scratch.panel.step_max[panel_row * scratch.panel.steps + keys.step] = state.row_max[row];
-      copy = scratch.panel.weights + panel_row * scratch.panel.row_stride + keys.begin;
-    }
-    softmax_row<T, F, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, scores, references[row],
+    T* copy = panel_tile == nullptr ? nullptr : panel_tile + row * kForwardKeys;
+    softmax_row<T, F, kUnitIsOne>(state.sums + row * kLanes<T>, unit, mask, tile + row * kForwardKeys, references[row],
                                   call.has_dropout ? keep : nullptr, copy, plan.outputs.weights_before_dropout);
   }
   if (few_rows) {
-    accumulate_few_rows<T>(call, block, keys.keys, mask, scratch.tile, scratch.padded_dv, state.output);
+    accumulate_few_rows<T>(call, block, keys.keys, mask, tile, scratch.padded_dv, state.output);
   } else {
-    accumulate_output<T>(keys, mask, scratch.padded_dv, reinterpret_cast<F*>(scratch.tile), state);
+    accumulate_output<T>(keys, mask, scratch.padded_dv, reinterpret_cast<F*>(tile), state);
   }
 }
 
@@ -418,13 +438,11 @@ static void forward_tile(const ForwardPlan& plan, ForwardScratch<T, F>& scratch,
 template <typename T, typename F>
 static void skip_tile(ForwardScratch<T, F>& scratch, std::int64_t block_index, const KeyTile<T, F>& keys) {
   const WeightsPanel<T>& panel = scratch.panel;
-  if (panel.weights == nullptr) return;
-  for (std::int64_t row = 0; row < scratch.states[block_index].block.rows; ++row) {
-    const std::int64_t panel_row = block_index * kBlockRows + row;
-    panel.step_max[panel_row * panel.steps + keys.step] = kMinusInfinity<T>;
-    T* target = panel.weights + panel_row * panel.row_stride + keys.begin;
-    for (std::int64_t key = 0; key < keys.keys.count; ++key) target[key] = T{0};
-  }
+  if (panel.tiles == nullptr) return;
+  T* tile = panel.tile(block_index, keys.step);
+  T* tile_max = panel.tile_max(block_index, keys.step);
+  for (std::int64_t i = 0; i < kBlockRows * kForwardKeys; ++i) tile[i] = T{0};
+  for (std::int64_t row = 0; row < kBlockRows; ++row) tile_max[row] = kMinusInfinity<T>;
 }
 
 /// Length of the step that begins at kept key `begin`: runs are cut on the grid of dropout groups.
@@ -482,39 +500,50 @@ static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T, F>& scr
       output, output.offset(block.n, block.h, block.row_begin, 0));
 }
 
-/// Normalized weights of one finished block: into the average, or out to their place.
+/// Normalized weights of one finished block, into the panel's rows or added to what other heads left there.
 template <typename T, typename F>
 static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
-                         const T* scales, bool first_head) {
+                         const T* scales, bool adds) {
   const core::AttentionProblem& problem = *plan.call.problem;
   const WeightsPanel<T>& panel = scratch.panel;
   const RowState<T, F>& state = scratch.states[block_index];
   const KeySpan& kept = plan.call.masks->kept_keys(state.block.n);
-  const T unit = static_cast<T>(plan.call.unit);
-  const T share = panel.average == nullptr ? T{1} : T{1} / static_cast<T>(problem.heads);
+  const Vec<T> unit = broadcast<T>(static_cast<T>(plan.call.unit));
+  const T share = panel.averages ? T{1} / static_cast<T>(problem.heads) : T{1};
   const T* row_sum = static_cast<const T*>(plan.outputs.row_sum) +
                      (state.block.n * problem.heads + state.block.h) * problem.query_length + state.block.row_begin;
-  for (std::int64_t row = 0; row < state.block.rows; ++row) {
-    T scale = scales[row];
-    if (plan.outputs.weights_before_dropout) scale = row_sum[row] == T{0} ? T{0} : T{1} / row_sum[row];
-    const std::int64_t panel_row = block_index * kBlockRows + row;
-    T* weights = panel.weights + panel_row * panel.row_stride;
-    T* average = panel.average == nullptr ? weights : panel.average + panel_row * panel.row_stride;
-    const T reference = state.row_max[row] == kMinusInfinity<T> ? T{0} : state.row_max[row];
-    std::int64_t step = 0;
-    for (std::int64_t begin = 0; begin < kept.count; ++step) {
-      const std::int64_t size = forward_step(kept, begin);
-      const Vec<T> factor = broadcast<T>(
-          exp2_difference<T>(panel.step_max[panel_row * panel.steps + step], reference, unit) * scale * share);
-      const bool adds = panel.average != nullptr && !first_head;
-      std::int64_t key = begin;
-      for (; key + kLanes<T> <= begin + size; key += kLanes<T>) {
-        const Vec<T> before = adds ? load<T>(average + key) : Vec<T>{};
-        store<T>(average + key, fma(load<T>(weights + key), factor, before));
-      }
-      for (; key < begin + size; ++key) average[key] = weights[key] * factor[0] + (adds ? average[key] : T{0});
-      begin += size;
+  T shares[kBlockRows];
+  T references[kBlockRows];
+  for (std::int64_t row = 0; row < kBlockRows; ++row) {
+    T scale = row < state.block.rows ? scales[row] : T{0};
+    if (plan.outputs.weights_before_dropout && row < state.block.rows) {
+      scale = row_sum[row] == T{0} ? T{0} : T{1} / row_sum[row];
     }
+    shares[row] = scale * share;
+    references[row] = state.row_max[row] == kMinusInfinity<T> ? T{0} : state.row_max[row];
+  }
+  std::int64_t step = 0;
+  for (std::int64_t begin = 0; begin < kept.count; ++step) {
+    const std::int64_t size = forward_step(kept, begin);
+    const T* tile = panel.tile(block_index, step);
+    const T* tile_max = panel.tile_max(block_index, step);
+    T factors[kBlockRows];
+    for (std::int64_t row = 0; row < kBlockRows; row += kLanes<T>) {
+      const Vec<T> grown = (load<T>(tile_max + row) - load<T>(references + row)) * unit;
+      store<T>(factors + row, exp2(grown) * load<T>(shares + row));
+    }
+    for (std::int64_t row = 0; row < state.block.rows; ++row) {
+      const T* weights = tile + row * kForwardKeys;
+      T* sums = panel.row(block_index, row) + begin;
+      const Vec<T> factor = broadcast<T>(factors[row]);
+      std::int64_t key = 0;
+      for (; key + kLanes<T> <= size; key += kLanes<T>) {
+        const Vec<T> before = adds ? load<T>(sums + key) : Vec<T>{};
+        store<T>(sums + key, fma(load<T>(weights + key), factor, before));
+      }
+      for (; key < size; ++key) sums[key] = weights[key] * factors[row] + (adds ? sums[key] : T{0});
+    }
+    begin += size;
   }
 }
 
@@ -542,9 +571,8 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& s
   const RowBlock& block = scratch.states[block_index].block;
   const KeySpan& kept = plan.call.masks->kept_keys(block.n);
   const core::MutableView& to = plan.outputs.weights;
-  T* source = panel.average == nullptr ? panel.weights : panel.average;
   for (std::int64_t row = 0; row < block.rows; ++row) {
-    T* weights = source + (block_index * kBlockRows + row) * panel.row_stride;
+    T* weights = panel.row(block_index, row);
     const std::int64_t offset = to.offset(block.n, h, block.row_begin + row, 0);
     if (kept.positions != nullptr) {
       spread_over_keys<T>(kept, problem.key_length, weights);
@@ -577,15 +605,17 @@ static void visit_tile(const ForwardPlan& plan, ForwardScratch<T, F>& scratch, c
   }
 }
 
-/// The item's part of the keys of (n, kv_head), for the first `count` row states. A block meets a whole panel before
-/// the next block does, so that its state stays in the L1 cache, and the pages of its mask rows in the TLB.
-template <typename T, typename F>
+/// The item's part of the keys of (n, kv_head), for the first `count` row states; finished(block) when a block has met
+/// the last of them. A block meets a whole panel before the next block does, so that its state stays in the L1 cache,
+/// and the pages of its mask rows in the TLB.
+template <typename T, typename F, typename Finished>
 static void forward_rows(const ForwardPlan& plan, ForwardScratch<T, F>& scratch, const ForwardItem& item,
-                         std::int64_t kv_head, std::int64_t count) {
+                         std::int64_t kv_head, std::int64_t count, const Finished& finished) {
   const KeySpan& kept = plan.call.masks->kept_keys(item.n);
   const std::int64_t end = kept.count * (item.split + 1) / plan.key_splits;
   std::int64_t step = 0;
-  for (std::int64_t begin = kept.count * item.split / plan.key_splits; begin < end;) {
+  std::int64_t begin = kept.count * item.split / plan.key_splits;
+  do {  // once even without keys: blocks end all the same
     std::int64_t steps = 0;
     for (; steps < scratch.panel_steps && begin < end; ++steps, ++step) {
       KeyTile<T, F>& keys = scratch.panel_keys[steps];
@@ -601,8 +631,9 @@ static void forward_rows(const ForwardPlan& plan, ForwardScratch<T, F>& scratch,
       for (std::int64_t i = 0; i < steps; ++i) {
         visit_tile<T>(plan, scratch, item, kv_head, block, scratch.panel_keys[i]);
       }
+      if (begin >= end) finished(block);
     }
-  }
+  } while (begin < end);
 }
 
 /// One split's state of a block of few rows: outputs [kFewRows][padded Dv], maxima, lanewise sums.
@@ -690,38 +721,43 @@ static void forward_without_weights(const ForwardPlan& plan, const ForwardItem& 
                   scratch.states[i]);
     if (plan.key_splits == 1) begin_with_sink<T>(plan, scratch.padded_dv, scratch.states[i]);
   }
-  forward_rows<T>(plan, scratch, item, item.kv_head, count);
-  T scales[kBlockRows];
-  for (std::int64_t i = 0; i < count; ++i) {
+  forward_rows<T>(plan, scratch, item, item.kv_head, count, [&](std::int64_t block) {
     if (plan.key_splits > 1) {
-      save_split<T>(plan, item, scratch.padded_dv, scratch.states[i]);
+      save_split<T>(plan, item, scratch.padded_dv, scratch.states[block]);
     } else {
-      finish_rows<T>(plan, scratch, scratch.states[i], scales);
+      T scales[kBlockRows];
+      finish_rows<T>(plan, scratch, scratch.states[block], scales);
     }
-  }
+  });
 }
 
 /// The same blocks of the heads that share the item's keys, or of every head, so that averages stay in the item.
 template <typename T, typename F>
-static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, ForwardScratch<T, F>& scratch) {
+static void forward_with_weights(const ForwardPlan& plan, const ForwardItem& item, const ForwardItem& next,
+                                 ForwardScratch<T, F>& scratch) {
   const CallConstants& call = plan.call;
   const std::int64_t count = item.block_end - item.block_begin;
   const bool averages = plan.outputs.weights_mode == core::WeightsMode::kAveraged;
   const std::int64_t sharing = call.problem->heads_per_kv_head();
   const std::int64_t first_head = averages ? 0 : item.kv_head * sharing;
   const std::int64_t head_end = averages ? call.problem->heads : first_head + sharing;
-  T scales[kBlockRows];
+  const auto of_head = [&](std::int64_t h) {
+    const std::int64_t before = h % sharing * call.blocks_per_head;
+    return ForwardItem{item.n, h / sharing, before + item.block_begin, before + item.block_end, 0};
+  };
   for (std::int64_t h = first_head; h < head_end; ++h) {
     for (std::int64_t i = 0; i < count; ++i) {
       begin_rows<T>(plan, scratch.padded_dv, row_block(call, item.n, h, item.block_begin + i), scratch.states[i]);
       begin_with_sink<T>(plan, scratch.padded_dv, scratch.states[i]);
     }
-    forward_rows<T>(plan, scratch, item, h / sharing, count);
-    for (std::int64_t i = 0; i < count; ++i) {
-      finish_rows<T>(plan, scratch, scratch.states[i], scales);
-      fold_weights<T>(plan, scratch, i, scales, h == 0);
-      if (!averages) write_weights<T>(plan, scratch, i, h);
-    }
+    scratch.prefetcher = {};
+    plan_prefetch<T>(plan, of_head(h), h + 1 < head_end ? of_head(h + 1) : next, scratch);
+    forward_rows<T>(plan, scratch, item, h / sharing, count, [&](std::int64_t block) {
+      T scales[kBlockRows];
+      finish_rows<T>(plan, scratch, scratch.states[block], scales);
+      fold_weights<T>(plan, scratch, block, scales, averages && h > 0);
+      if (!averages) write_weights<T>(plan, scratch, block, h);
+    });
   }
   for (std::int64_t i = 0; averages && i < count; ++i) write_weights<T>(plan, scratch, i, 0);
 }
@@ -741,7 +777,7 @@ static void forward_item(const ForwardPlan& plan, const ForwardItem& item, const
     plan_prefetch<T>(plan, item, next, scratch);
     forward_without_weights<T>(plan, item, scratch);
   } else {
-    forward_with_weights<T>(plan, item, scratch);
+    forward_with_weights<T>(plan, item, next, scratch);
   }
 }
 

@@ -318,7 +318,7 @@ static void prefetch_masks(const CallConstants& call, const RowBlock& block, con
   if (first == end) return;
   const auto size = static_cast<std::int64_t>(core::size_of(attn_mask.dtype));
   const std::int64_t key = keys.first + first * kGroupKeys;
-  prefetcher.begin_tile(
+  prefetcher.add_to_tile(
       static_cast<const std::byte*>(attn_mask.data) + attn_mask.offset(block.n, block.h, block.row_begin, key) * size,
       attn_mask.strides[2] * size, block.rows, (end - first) * kGroupKeys * size);
 }

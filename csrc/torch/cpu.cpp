@@ -8,6 +8,7 @@
 #include "cpu/run.h"
 #include "torch/call_record.h"
 #include "torch/checks.h"
+#include "torch/huge_pages.h"
 #include "torch/operators.h"
 #include "torch/outputs.h"
 #include "torch/to_problem.h"
@@ -41,6 +42,7 @@ ForwardResult attention_forward_cpu(const at::Tensor& query, const at::Tensor& k
                                      sink,         weights_before_dropout};
   check_forward("_attention_forward", arguments);
   auto result = allocate_forward(arguments);
+  advise_huge_pages(result);
   const auto problem = to_problem(arguments);
   if (is_recording_calls()) {
     auto record = record_of(arguments, problem);
@@ -69,6 +71,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_output, const O
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
   check_backward("_attention_backward", arguments, backward, output_mask);
   auto result = allocate_backward(arguments, output_mask);
+  advise_huge_pages(result);
   cpu::attention_backward(to_problem(arguments), to_backward_inputs(arguments, backward),
                           to_backward_outputs(result, output_mask), torch_threads());
   return result;
@@ -82,6 +85,7 @@ ForwardResult additive_attention_forward_cpu(const at::Tensor& query, const at::
       additive_arguments(query, key, value, key_padding_mask, attn_mask, is_causal, dropout_p, rng_state, weights_mode);
   check_additive_forward("_additive_attention_forward", arguments, score_weight);
   auto result = allocate_forward(arguments);
+  advise_huge_pages(result);
   const auto problem = to_problem(arguments);
   if (is_recording_calls()) {
     auto record = record_of(arguments, score_weight, problem);
@@ -104,6 +108,7 @@ AdditiveBackwardResult additive_attention_backward_cpu(
   const BackwardArguments backward{grad_output, grad_weights, output, row_max, row_sum};
   check_additive_backward("_additive_attention_backward", arguments, score_weight, backward, output_mask);
   auto result = allocate_additive_backward(arguments, score_weight, output_mask);
+  advise_huge_pages(result);
   const auto& [grad_query, grad_key, grad_value, grad_score_weight, grad_padding, grad_mask] = result;
   cpu::additive_attention_backward(to_problem(arguments), to_score_weight(score_weight),
                                    to_backward_inputs(arguments, backward),
@@ -123,6 +128,7 @@ VarlenForwardResult varlen_forward_cpu(const at::Tensor& query, const at::Tensor
                                   dropout_p, scale, rng_state, bottom_right, sink};
   check_varlen_forward(kVarlen, arguments);
   auto result = allocate_varlen_forward(arguments);
+  advise_huge_pages(result);
   const auto forward = to_varlen_forward(kVarlen, arguments, result);
   if (is_recording_calls()) {
     auto record = record_of(arguments, forward.problems);
@@ -145,6 +151,7 @@ VarlenBackwardResult varlen_backward_cpu(const at::Tensor& grad_output, const at
   const VarlenBackwardArguments backward{grad_output, output, row_max, row_sum};
   check_varlen_backward(kVarlen, arguments, backward, output_mask);
   auto result = allocate_varlen_backward(arguments, output_mask);
+  advise_huge_pages(result);
   const auto problems = to_varlen_backward(kVarlen, arguments, backward, result, output_mask);
   cpu::attention_backward(problems.problems, problems.inputs, problems.outputs, torch_threads());
   auto& grad_sink = std::get<3>(result);

@@ -123,20 +123,34 @@ Tensor make_tensor(DType dtype, std::array<std::int64_t, 4> sizes, Layout layout
       tensor.view.strides = {c * d, 0, d, 1};
       break;
   }
-  tensor.storage.resize(static_cast<std::size_t>(elements + 1) * core::size_of(dtype));
+  // NaN in every dtype: what nobody writes, and what nobody may read, shows.
+  tensor.storage.assign(static_cast<std::size_t>(elements + 1) * core::size_of(dtype), std::byte{0xFF});
   tensor.view.data = tensor.storage.data();
   return tensor;
 }
 
-void fill_random(Tensor& tensor, std::mt19937& random, double spread) {
-  std::normal_distribution<double> normal(0.0, spread);
+namespace {
+
+template <typename Number>
+void fill(Tensor& tensor, const Number& number) {
   for (std::int64_t i = 0; i < tensor.sizes[0]; ++i) {
     for (std::int64_t j = 0; j < tensor.sizes[1]; ++j) {
       for (std::int64_t k = 0; k < tensor.sizes[2]; ++k) {
-        for (std::int64_t l = 0; l < tensor.sizes[3]; ++l) tensor.set(i, j, k, l, normal(random));
+        for (std::int64_t l = 0; l < tensor.sizes[3]; ++l) tensor.set(i, j, k, l, number());
       }
     }
   }
+}
+
+}  // namespace
+
+void fill_random(Tensor& tensor, std::mt19937& random, double spread) {
+  std::normal_distribution<double> normal(0.0, spread);
+  fill(tensor, [&] { return normal(random); });
+}
+
+void fill_zero(Tensor& tensor) {
+  fill(tensor, [] { return 0.0; });
 }
 
 std::unique_ptr<Problem> make_problem(const Case& c) {

@@ -73,5 +73,6 @@ struct Problem {
 std::unique_ptr<Problem> make_problem(const Case& c);
 
 void fill_random(Tensor& tensor, std::mt19937& random, double spread = 1.0);
+void fill_zero(Tensor& tensor);
 
 }  // namespace fused_mha::test

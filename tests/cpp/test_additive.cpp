@@ -76,6 +76,8 @@ Additive make_additive(const Case& c, bool weight_per_head, double feature_sprea
 
   a.zero_query = make_tensor(DType::kFloat64, {c.N, c.H, c.L, 1});
   a.zero_key = make_tensor(DType::kFloat64, {c.N, c.Hkv, c.S, 1});
+  fill_zero(a.zero_query);
+  fill_zero(a.zero_key);
   a.scores = make_tensor(DType::kFloat64, {c.N, c.H, c.L, c.S});
   for_each_pair(a.problem(), [&](std::int64_t n, std::int64_t h, std::int64_t l, std::int64_t s, std::size_t) {
     double score = core::mask_sum(a.problem(), n, h, l, s);

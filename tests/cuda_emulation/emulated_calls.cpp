@@ -60,6 +60,7 @@ ForwardResult run_forward(const Problem& p, WeightsMode mode, bool before_dropou
   const std::int64_t weight_heads = mode == WeightsMode::kPerHead ? problem.heads : 1;
   result.weights =
       make_tensor(problem.query.dtype, {problem.batch, weight_heads, problem.query_length, problem.key_length});
+  if (problem.heads == 0) fill_zero(result.weights);  // a mean over no heads, which no kernel writes
   if (mode == WeightsMode::kAveraged) result.weights.view.strides[1] = 0;
   const auto rows = static_cast<std::size_t>(problem.batch * problem.heads * problem.query_length);
   result.row_max.resize(rows);
