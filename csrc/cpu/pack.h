@@ -77,8 +77,11 @@ FUSED_MHA_INLINE void load_transposed(const RowPointer& row, Vec<T> (&square)[kL
 /// Whether packing looks for numbers that are not finite, which costs an instruction a vector.
 enum class Probe : std::uint8_t { kNo, kYes };
 
-/// pack_transposed for one storage type; in order: rows.positions is null and columns lie side by side.
-template <typename T, std::int64_t kWidth, Probe kProbe, bool kInOrder, bool kScales, typename Storage>
+/// How rows lie: one behind the other or where they are listed, their columns side by side; or in any way.
+enum class Rows : std::uint8_t { kInOrder, kListed, kAnywhere };
+
+/// pack_transposed for one storage type.
+template <typename T, std::int64_t kWidth, Probe kProbe, Rows kRows, bool kScales, typename Storage>
 static bool pack_transposed_from(const Storage* base, const Matrix& from, const KeySpan& rows, std::int64_t columns,
                                  T factor, T* out, std::int64_t width) {
   constexpr std::int64_t kStep = kLanes<T>;
@@ -90,9 +93,12 @@ static bool pack_transposed_from(const Storage* base, const Matrix& from, const 
     for (std::int64_t column = 0; column < columns; column += kStep) {
       const std::int64_t left = columns - column < kStep ? columns - column : kStep;
       Vec<T> square[kStep];
-      if (kInOrder && height >= kStep && left == kStep) {
+      if (kRows == Rows::kInOrder && height >= kStep && left == kStep) {
         const Storage* corner = base + rows[first] * from.row_stride + column;
         load_transposed<T>([&](std::int64_t i) { return corner + i * from.row_stride; }, square);
+      } else if (kRows == Rows::kListed && height >= kStep && left == kStep) {
+        const std::int64_t* listed = rows.positions + first;
+        load_transposed<T>([&](std::int64_t i) { return base + listed[i] * from.row_stride + column; }, square);
       } else {
         for (std::int64_t i = 0; i < kStep; ++i) {
           square[i] = i < height ? load_some<T>(base + rows[first + i] * from.row_stride + column * from.column_stride,
@@ -120,13 +126,17 @@ static bool pack_transposed(const Matrix& from, const KeySpan& rows, std::int64_
                             std::int64_t width = kWidth) {
   bool not_finite = false;
   with_storage<T>(from.data, from.dtype, [&](const auto* base) {
-    const bool in_order = rows.positions == nullptr && from.column_stride == 1;
-    if (!in_order) {
-      not_finite = pack_transposed_from<T, kWidth, kProbe, false, true>(base, from, rows, columns, factor, out, width);
+    const auto pack = [&]<Rows kRows, bool kScales>() {
+      return pack_transposed_from<T, kWidth, kProbe, kRows, kScales>(base, from, rows, columns, factor, out, width);
+    };
+    if (from.column_stride != 1) {
+      not_finite = pack.template operator()<Rows::kAnywhere, true>();
+    } else if (rows.positions != nullptr) {
+      not_finite = pack.template operator()<Rows::kListed, true>();
     } else if (factor == T{1}) {
-      not_finite = pack_transposed_from<T, kWidth, kProbe, true, false>(base, from, rows, columns, factor, out, width);
+      not_finite = pack.template operator()<Rows::kInOrder, false>();
     } else {
-      not_finite = pack_transposed_from<T, kWidth, kProbe, true, true>(base, from, rows, columns, factor, out, width);
+      not_finite = pack.template operator()<Rows::kInOrder, true>();
     }
   });
   return not_finite;

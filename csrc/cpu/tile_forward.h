@@ -79,10 +79,13 @@ struct RowState {
 /// are folded when it has met all keys; where those fit one panel, the next block uses the same memory again.
 template <typename T>
 struct WeightsPanel {
-  T* tiles = nullptr;  // [step][kBlockRows][kForwardKeys] of each block
-  T* step_max =
-      nullptr;        // [step][kBlockRows] of each block; -inf where a row had seen nothing yet: its zeros stay zeros
-  T* rows = nullptr;  // [row of the item][kept keys, padded]: averages, or one head's weights of one block
+  /// [step][kBlockRows][kForwardKeys] of each block.
+  T* tiles = nullptr;
+  /// [step][kBlockRows] of each block; -inf where a row had seen nothing yet, so its zeros stay zeros.
+  T* step_max = nullptr;
+  /// [row of the item][kept keys, padded]: averages, or one head's weights of one block; null where they gather in the
+  /// result itself.
+  T* rows = nullptr;
   std::int64_t row_stride = 0;
   std::int64_t steps = 0;
   bool averages = false;
@@ -98,6 +101,12 @@ struct WeightsPanel {
     return rows + ((averages ? block_index * kBlockRows : 0) + row) * row_stride;
   }
 };
+
+/// Whether a view's rows are numbers of T side by side.
+template <typename T>
+static bool is_row_of(const core::MutableView& view) {
+  return view.dtype == (std::is_same_v<T, double> ? DType::kFloat64 : DType::kFloat32) && view.strides[3] == 1;
+}
 
 template <typename T, typename F>
 struct ForwardScratch {
@@ -141,7 +150,9 @@ struct ForwardScratch {
       const std::int64_t held_blocks = panel.one_block ? 1 : max_blocks;
       panel.tiles = arena.take<T>(held_blocks * panel.steps * kBlockRows * kForwardKeys);
       panel.step_max = arena.take<T>(held_blocks * panel.steps * kBlockRows);
-      panel.rows = arena.take<T>((panel.averages ? max_blocks : 1) * kBlockRows * panel.row_stride);
+      if (!is_row_of<T>(plan.outputs.weights)) {
+        panel.rows = arena.take<T>((panel.averages ? max_blocks : 1) * kBlockRows * panel.row_stride);
+      }
     }
     if (base != nullptr) {
       for (std::int64_t i = 0; i < max_blocks; ++i) {
@@ -500,7 +511,19 @@ static void finish_rows(const ForwardPlan& plan, const ForwardScratch<T, F>& scr
       output, output.offset(block.n, block.h, block.row_begin, 0));
 }
 
-/// Normalized weights of one finished block, into the panel's rows or added to what other heads left there.
+/// Where the weights of a row's kept keys gather. `h` is 0 for averages.
+template <typename T, typename F>
+static T* gathering_row(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
+                        std::int64_t h, std::int64_t row) {
+  if (scratch.panel.rows != nullptr) return scratch.panel.row(block_index, row);
+  const RowBlock& block = scratch.states[block_index].block;
+  const core::MutableView& to = plan.outputs.weights;
+  const KeySpan& kept = plan.call.masks->kept_keys(block.n);
+  T* first = static_cast<T*>(to.data) + to.offset(block.n, h, block.row_begin + row, 0);
+  return kept.positions == nullptr ? first + kept.first : first;
+}
+
+/// Normalized weights of one finished block, to where they gather or added to what other heads left there.
 template <typename T, typename F>
 static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& scratch, std::int64_t block_index,
                          const T* scales, bool adds) {
@@ -534,7 +557,7 @@ static void fold_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& sc
     }
     for (std::int64_t row = 0; row < state.block.rows; ++row) {
       const T* weights = tile + row * kForwardKeys;
-      T* sums = panel.row(block_index, row) + begin;
+      T* sums = gathering_row<T>(plan, scratch, block_index, panel.averages ? 0 : state.block.h, row) + begin;
       const Vec<T> factor = broadcast<T>(factors[row]);
       std::int64_t key = 0;
       for (; key + kLanes<T> <= size; key += kLanes<T>) {
@@ -572,20 +595,23 @@ static void write_weights(const ForwardPlan& plan, const ForwardScratch<T, F>& s
   const KeySpan& kept = plan.call.masks->kept_keys(block.n);
   const core::MutableView& to = plan.outputs.weights;
   for (std::int64_t row = 0; row < block.rows; ++row) {
-    T* weights = panel.row(block_index, row);
+    T* weights = gathering_row<T>(plan, scratch, block_index, h, row);
     const std::int64_t offset = to.offset(block.n, h, block.row_begin + row, 0);
+    const bool is_elsewhere = panel.rows != nullptr;
     if (kept.positions != nullptr) {
       spread_over_keys<T>(kept, problem.key_length, weights);
-      store_row<T>(weights, problem.key_length, T{1}, to, offset);
+      if (is_elsewhere) store_row<T>(weights, problem.key_length, T{1}, to, offset);
       continue;
     }
-    if (kept.count < problem.key_length) {
-      with_storage<T>(to.data, to.dtype, [&](auto* base) {
-        using Storage = std::remove_pointer_t<decltype(base)>;
-        for (std::int64_t s = 0; s < problem.key_length; ++s) base[offset + s * to.strides[3]] = Storage{};
-      });
-    }
-    store_row<T>(weights, kept.count, T{1}, to, offset + kept.first * to.strides[3]);
+    with_storage<T>(to.data, to.dtype, [&](auto* base) {
+      using Storage = std::remove_pointer_t<decltype(base)>;
+      const auto clear = [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t s = begin; s < end; ++s) base[offset + s * to.strides[3]] = Storage{};
+      };
+      clear(0, kept.first);
+      clear(kept.first + kept.count, problem.key_length);
+    });
+    if (is_elsewhere) store_row<T>(weights, kept.count, T{1}, to, offset + kept.first * to.strides[3]);
   }
 }
 
