@@ -327,6 +327,11 @@ def _masks_of_lengths(valid_lens: Tensor | None, keys: Tensor) -> tuple[Tensor |
     return (hidden, None) if valid_lens.dim() == 1 else (None, hidden.unsqueeze(1))
 
 
+def _is_exporting() -> bool:
+    """Whether torch.export traces the call. torch.compile of torch 2.11 takes is_exporting for true."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def _is_packed(valid_lens: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call can go to the operator for packed sequences, which needs no mask.
 
@@ -335,7 +340,7 @@ def _is_packed(valid_lens: Tensor, query: Tensor, key: Tensor, value: Tensor) ->
     return (
         valid_lens.dim() == 1
         and query.device.type == "cpu"
-        and not torch.compiler.is_exporting()
+        and not _is_exporting()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         and value.dim() == 3
         and query.size(0) == key.size(0)
