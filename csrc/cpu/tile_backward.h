@@ -182,8 +182,17 @@ static void load_weight_grads(const BackwardPlan& plan, const RowBlock& block, s
   const T share = averaged ? T{1} / static_cast<T>(plan.call.problem->heads) : T{1};
   const std::int64_t offset = grad.offset(block.n, averaged ? 0 : block.h, block.row_begin + row, 0);
   with_storage<T>(grad.data, grad.dtype, [&](const auto* base) {
+    if (keys.positions == nullptr) {
+      const auto* first = base + offset + keys.first * grad.strides[3];
+      for (std::int64_t i = 0; i < kGroupKeys; i += kLanes<T>) {
+        const std::int64_t left = keys.count - i;
+        const Vec<T> some = left > 0 ? load_some<T>(first + i * grad.strides[3], grad.strides[3], left) : Vec<T>{};
+        store<T>(out + i, some * share);
+      }
+      return;
+    }
     for (std::int64_t i = 0; i < kGroupKeys; ++i) {
-      out[i] = i < keys.count ? element_as<T>(base[offset + keys[i] * grad.strides[3]]) * share : T{0};
+      out[i] = i < keys.count ? element_as<T>(base[offset + keys.positions[i] * grad.strides[3]]) * share : T{0};
     }
   });
 }

@@ -99,31 +99,22 @@ FUSED_MHA_INLINE T mask_number(double value) {
   return static_cast<T>(value);
 }
 
-/// Numbers of one mask row for a group of keys, gathered one by one; 0 where no mask reaches.
-template <typename T>
-static void gather_mask(const core::View& mask, std::int64_t row_offset, const KeySpan& keys, std::int64_t masked,
-                        T* numbers) {
-  for (std::int64_t i = 0; i < kGroupKeys; ++i) {
-    const bool reached = i < keys.count && keys[i] < masked;
-    numbers[i] = reached ? mask_number<T>(core::mask_element(mask, row_offset + keys[i] * mask.strides[3])) : T{0};
-  }
+/// Keys of a group that attn_mask reaches: its first ones.
+FUSED_MHA_INLINE std::int64_t reached_keys(const KeySpan& keys, std::int64_t masked) {
+  std::int64_t reached = keys.count;
+  while (reached > 0 && keys[reached - 1] >= masked) --reached;
+  return reached;
 }
 
-static std::uint32_t gather_hidden_bits(const core::View& mask, std::int64_t row_offset, const KeySpan& keys,
-                                        std::int64_t masked) {
-  const auto* bytes = static_cast<const std::uint8_t*>(mask.data) + row_offset;
-  std::uint32_t hidden = 0;
-  for (std::int64_t i = 0; i < keys.count && keys[i] < masked; ++i) {
-    hidden |= static_cast<std::uint32_t>(bytes[keys[i] * mask.strides[3]] != 0 ? 1 : 0) << i;
-  }
-  return hidden;
-}
+/// Where the numbers of the keys that are reached lie, from the first of their row.
+struct MaskOffsets {
+  std::int64_t reached = 0;
+  std::int64_t offsets[kGroupKeys];
 
-/// Whether a group's mask numbers lie side by side, in reach of whole vector loads.
-FUSED_MHA_INLINE bool lies_in_order(const core::View& mask, const KeySpan& keys, std::int64_t masked) {
-  return mask.strides[3] == 1 && keys.positions == nullptr && keys.count == kGroupKeys &&
-         keys.first + kGroupKeys <= masked;
-}
+  MaskOffsets(const core::View& mask, const KeySpan& keys, std::int64_t masked) : reached(reached_keys(keys, masked)) {
+    for (std::int64_t i = 0; i < reached; ++i) offsets[i] = keys[i] * mask.strides[3];
+  }
+};
 
 /// How attn_mask acts on one row of a group of keys: apply(row, values, visible) adds what is added and clears the bits
 /// of what is hidden. One type a way of lying in memory, so that the choice is made outside the loop over rows.
@@ -142,23 +133,42 @@ struct BoolInOrder {
   }
 };
 
-struct BoolGathered {
-  const core::View& mask;
-  std::int64_t first_row;  // offset of row 0
-  const KeySpan& keys;
-  std::int64_t masked;
+/// The last group of a row, or one that attn_mask ends in.
+struct BoolPart {
+  const std::uint8_t* first;
+  std::int64_t row_stride;
+  std::int64_t reached;
 
   template <typename T, int kVectors>
   FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T>, Vec<T> (&)[kVectors], std::uint32_t& visible) const {
-    visible &= ~gather_hidden_bits(mask, first_row + row * mask.strides[2], keys, masked);
+    std::uint8_t bytes[kGroupKeys] = {};
+    std::memcpy(bytes, first + row * row_stride, static_cast<std::size_t>(reached));
+    visible &= ~nonzero_bits32(bytes);
   }
 };
 
-template <typename T, int kVectors, typename Storage>
-FUSED_MHA_INLINE void add_numbers(const Storage* numbers, Vec<T> factor, Vec<T> (&values)[kVectors],
+struct BoolGathered {
+  const std::uint8_t* first_row;
+  std::int64_t row_stride;
+  const MaskOffsets& keys;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T>, Vec<T> (&)[kVectors], std::uint32_t& visible) const {
+    const std::uint8_t* bytes = first_row + row * row_stride;
+    std::uint32_t hidden = 0;
+    for (std::int64_t i = 0; i < keys.reached; ++i) {
+      hidden |= static_cast<std::uint32_t>(bytes[keys.offsets[i]] != 0 ? 1 : 0) << i;
+    }
+    visible &= ~hidden;
+  }
+};
+
+/// Adds numbers(v), the numbers of vector v, to each vector of scores.
+template <typename T, int kVectors, typename Numbers>
+FUSED_MHA_INLINE void add_numbers(const Numbers& numbers, Vec<T> factor, Vec<T> (&values)[kVectors],
                                   std::uint32_t& visible) {
   for (int v = 0; v < kVectors; ++v) {
-    const Vec<T> added = load_as<T, Storage>(numbers + v * kLanes<T>);
+    const Vec<T> added = numbers(v);
     visible &= ~(equal_bits<T>(added, broadcast<T>(kMinusInfinity<T>)) << (v * kLanes<T>));
     values[v] = fma(added, factor, values[v]);
   }
@@ -172,22 +182,60 @@ struct FloatInOrder {
   template <typename T, int kVectors>
   FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
                               std::uint32_t& visible) const {
-    add_numbers<T, kVectors, Storage>(first + row * row_stride, factor, values, visible);
+    const Storage* numbers = first + row * row_stride;
+    add_numbers<T, kVectors>([&](int v) { return load_as<T, Storage>(numbers + v * kLanes<T>); }, factor, values,
+                             visible);
   }
 };
 
-struct FloatGathered {
-  const core::View& mask;
-  std::int64_t first_row;
-  const KeySpan& keys;
-  std::int64_t masked;
+template <typename Storage>
+struct FloatPart {
+  const Storage* first;
+  std::int64_t row_stride;
+  std::int64_t reached;
 
   template <typename T, int kVectors>
   FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
                               std::uint32_t& visible) const {
-    T numbers[kGroupKeys];
-    gather_mask<T>(mask, first_row + row * mask.strides[2], keys, masked, numbers);
-    add_numbers<T, kVectors, T>(numbers, factor, values, visible);
+    const Storage* numbers = first + row * row_stride;
+    const auto some = [&](int v) {
+      const std::int64_t left = reached - v * kLanes<T>;
+      return left > 0 ? load_some<T>(numbers + v * kLanes<T>, 1, left) : Vec<T>{};
+    };
+    add_numbers<T, kVectors>(some, factor, values, visible);
+  }
+};
+
+/// Numbers that do not lie side by side, those of keys that padding scatters above all.
+template <typename Storage>
+struct FloatGathered {
+  const Storage* first_row;
+  std::int64_t row_stride;
+  const MaskOffsets& keys;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
+                              std::uint32_t& visible) const {
+    const Storage* from = first_row + row * row_stride;
+    T numbers[kGroupKeys] = {};
+    for (std::int64_t i = 0; i < keys.reached; ++i) numbers[i] = element_as<T>(from[keys.offsets[i]]);
+    add_numbers<T, kVectors>([&](int v) { return load<T>(numbers + v * kLanes<T>); }, factor, values, visible);
+  }
+};
+
+/// Doubles for sums in float: beyond float's range they are clamped, one by one.
+struct DoubleClamped {
+  const double* first_row;
+  std::int64_t row_stride;
+  const MaskOffsets& keys;
+
+  template <typename T, int kVectors>
+  FUSED_MHA_INLINE void apply(std::int64_t row, Vec<T> factor, Vec<T> (&values)[kVectors],
+                              std::uint32_t& visible) const {
+    const double* from = first_row + row * row_stride;
+    T numbers[kGroupKeys] = {};
+    for (std::int64_t i = 0; i < keys.reached; ++i) numbers[i] = mask_number<T>(from[keys.offsets[i]]);
+    add_numbers<T, kVectors>([&](int v) { return load<T>(numbers + v * kLanes<T>); }, factor, values, visible);
   }
 };
 
@@ -246,39 +294,61 @@ static void mask_group(const CallConstants& call, const RowBlock& block, const M
   }
 }
 
+/// mask_group with a float attn_mask of this type.
+template <typename T, typename Storage>
+static void mask_group_by_numbers(const CallConstants& call, const RowBlock& block, const MixedGroup<T>& group,
+                                  const Storage* first_row, bool side_by_side, std::int64_t reached) {
+  const core::View& mask = call.problem->attn_mask;
+  const std::int64_t row_stride = mask.strides[2];
+  if (side_by_side && reached == kGroupKeys) {
+    mask_group<T>(call, block, group, FloatInOrder<Storage>{first_row + group.keys.first, row_stride});
+  } else if (side_by_side) {
+    mask_group<T>(call, block, group, FloatPart<Storage>{first_row + group.keys.first, row_stride, reached});
+  } else {
+    const MaskOffsets keys(mask, group.keys, call.problem->masked_keys());
+    mask_group<T>(call, block, group, FloatGathered<Storage>{first_row, row_stride, keys});
+  }
+}
+
 /// mask_group with attn_mask read as it lies.
 template <typename T>
 static void mask_group_by_attn_mask(const CallConstants& call, const RowBlock& block, const MixedGroup<T>& group) {
-  const core::AttentionProblem& problem = *call.problem;
-  const core::View& mask = problem.attn_mask;
-  const std::int64_t masked = problem.masked_keys();
+  const core::View& mask = call.problem->attn_mask;
+  const std::int64_t masked = call.problem->masked_keys();
+  const std::int64_t reached = reached_keys(group.keys, masked);
   const std::int64_t first_row = mask.offset(block.n, block.h, block.row_begin, 0);
   const std::int64_t row_stride = mask.strides[2];
-  const auto in_order = [&]<typename Storage>(const Storage* data) {
-    mask_group<T>(call, block, group, FloatInOrder<Storage>{data + first_row + group.keys.first, row_stride});
+  const bool side_by_side = mask.strides[3] == 1 && group.keys.positions == nullptr;
+  const auto by_numbers = [&]<typename Storage>(const Storage* data) {
+    mask_group_by_numbers<T>(call, block, group, data + first_row, side_by_side, reached);
   };
-  if (lies_in_order(mask, group.keys, masked)) {
-    switch (mask.dtype) {
-      case DType::kBool:
-        return mask_group<T>(
-            call, block, group,
-            BoolInOrder{static_cast<const std::uint8_t*>(mask.data) + first_row + group.keys.first, row_stride});
-      case DType::kFloat32:
-        return in_order(static_cast<const float*>(mask.data));
-      case DType::kBFloat16:
-        return in_order(static_cast<const BFloat16*>(mask.data));
-      case DType::kFloat16:
-        return in_order(static_cast<const Float16*>(mask.data));
-      case DType::kFloat64:
-        // Numbers beyond float's range are clamped one by one.
-        if constexpr (std::is_same_v<T, double>) return in_order(static_cast<const double*>(mask.data));
-        break;
+  switch (mask.dtype) {
+    case DType::kBool: {
+      const auto* bytes = static_cast<const std::uint8_t*>(mask.data) + first_row;
+      if (side_by_side && reached == kGroupKeys) {
+        mask_group<T>(call, block, group, BoolInOrder{bytes + group.keys.first, row_stride});
+      } else if (side_by_side) {
+        mask_group<T>(call, block, group, BoolPart{bytes + group.keys.first, row_stride, reached});
+      } else {
+        const MaskOffsets keys(mask, group.keys, masked);
+        mask_group<T>(call, block, group, BoolGathered{bytes, row_stride, keys});
+      }
+      return;
     }
-  }
-  if (mask.dtype == DType::kBool) {
-    mask_group<T>(call, block, group, BoolGathered{mask, first_row, group.keys, masked});
-  } else {
-    mask_group<T>(call, block, group, FloatGathered{mask, first_row, group.keys, masked});
+    case DType::kFloat32:
+      return by_numbers(static_cast<const float*>(mask.data));
+    case DType::kBFloat16:
+      return by_numbers(static_cast<const BFloat16*>(mask.data));
+    case DType::kFloat16:
+      return by_numbers(static_cast<const Float16*>(mask.data));
+    case DType::kFloat64:
+      if constexpr (std::is_same_v<T, double>) {
+        return by_numbers(static_cast<const double*>(mask.data));
+      } else {
+        const MaskOffsets keys(mask, group.keys, masked);
+        return mask_group<T>(call, block, group,
+                             DoubleClamped{static_cast<const double*>(mask.data) + first_row, row_stride, keys});
+      }
   }
 }
 
