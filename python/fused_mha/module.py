@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.nn.MultiheadAttention`` with fused attention."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -389,6 +390,18 @@ class _ForwardPreHooks(OrderedDict[int, Callable[..., Any]]):
 
     def values(self):  # type: ignore[no-untyped-def]
         return OrderedDict((key, hook) for key, hook in self.items() if key != self.MARKER).values()
+
+    def __reduce__(self) -> Any:
+        # A plain dictionary is all that torch.load takes with weights_only; the module's __setstate__ makes one of
+        # these of it. Where there are hooks of the user's, their handles may come along, which know the dictionary by
+        # identity.
+        return super().__reduce__() if self else (OrderedDict, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardPreHooks":
+        # Parametrized modules copy what they hold without a __setstate__.
+        copied = memo[id(self)] = type(self)()
+        copied.update((key, copy.deepcopy(hook, memo)) for key, hook in self.items())
+        return copied
 
 
 def _no_hook(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ import pickle
 import fused_mha
 import pytest
 import torch
+from profiling import FUSED, operators_in, stock_attention_in
 
 MULTIPROCESSING = torch.multiprocessing.get_context("spawn")
 
@@ -43,14 +44,57 @@ def test_state_dict_weights_only_both_ways(options: dict[str, object]) -> None:
     assert_same_answers(fused, stock)
 
 
-def test_whole_module_weights_only() -> None:
+OTHER_OPTIONS = {"head_dim": 6, "num_kv_heads": 1, "out_dim": 3, "sink": "learned", "causal_alignment": "bottom_right"}
+
+
+@pytest.mark.parametrize("options", [{}, OTHER_OPTIONS], ids=["", "options"])
+def test_whole_module_weights_only(options: dict[str, object]) -> None:
     """weights_only refuses classes that it does not know, and takes this one where it is told that it is safe."""
-    module = make()
+    module = make(**options)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         through_file(module, weights_only=True)
-    state = through_file(module, weights_only=False)
-    assert type(state) is fused_mha.MultiheadAttention
-    assert_same_answers(state, module)
+    # As for the stock module: its own class and that of out_proj, and nothing private beside them.
+    with torch.serialization.safe_globals([fused_mha.MultiheadAttention, type(module.out_proj)]):
+        safe = through_file(module, weights_only=True)
+    for loaded in (safe, through_file(module, weights_only=False)):
+        assert type(loaded) is fused_mha.MultiheadAttention
+        assert_same_answers(loaded, module)
+
+
+def test_a_model_loaded_by_weights_only_keeps_the_fused_path() -> None:
+    """pytorch#97111: what keeps the encoder layer off its own kernel is made again where it is not in the file."""
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, activation=torch.nn.ReLU(), batch_first=True).eval()
+    fused_mha.replace_multihead_attention(model)
+    kinds = [type(module) for module in model.modules()]
+    with torch.serialization.safe_globals(kinds):
+        loaded = through_file(model, weights_only=True)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        results = []
+        operators = operators_in(lambda: results.append(loaded(x)))
+        assert operators[FUSED] == 1
+        assert not stock_attention_in(operators)
+        assert torch.equal(results[0], model(x))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_deepcopy_of_a_parametrized_module_keeps_the_fused_path(times: int) -> None:
+    """A parametrized module copies its dictionary and calls no __setstate__."""
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    fused_mha.replace_multihead_attention(model)
+    torch.nn.utils.parametrizations.orthogonal(model.self_attn, "in_proj_weight")
+    calls = []
+    other = model
+    for _ in range(times):
+        other = copy.deepcopy(other)
+    handle = other.self_attn.register_forward_pre_hook(lambda module, args: calls.append(module))
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        other(x)
+        assert calls == [other.self_attn]
+        handle.remove()
+        assert operators_in(lambda: other(x))[FUSED] == 1
+        assert calls == [other.self_attn]
 
 
 def test_pickle_and_deepcopy_of_a_model_keep_hooks_and_the_fused_path() -> None:
@@ -63,6 +107,35 @@ def test_pickle_and_deepcopy_of_a_model_keep_hooks_and_the_fused_path() -> None:
                 assert torch.equal(other(x), model(x))
             names = [event.name for event in profile.events()]
             assert names.count("fused_mha::_attention_forward") == 2
+
+
+class WithHandle(torch.nn.Module):
+    """Keeps the handle of a hook, which knows the dictionary of hooks by identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = make()
+        self.handle = self.attention.register_forward_pre_hook(double_query)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def double_query(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (2 * args[0], *args[1:])
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_handle_copied_beside_its_hook_removes_the_copy(way) -> None:
+    model, x = WithHandle(), torch.randn(2, 5, 8)
+    other = way(model)
+    hooked = model(x)
+    assert torch.equal(other(x), hooked)
+    other.handle.remove()
+    assert not torch.equal(other(x), hooked)
+    assert torch.equal(model(x), hooked)
 
 
 def test_deepcopy_is_independent_and_pickle_keeps_the_mode() -> None:
