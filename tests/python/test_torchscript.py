@@ -89,9 +89,7 @@ def test_saved_and_loaded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("widths", [False, True], ids=["", "kdim_vdim"])
-@pytest.mark.parametrize(
-    "options", OPTIONS[::3], ids=lambda o: "-".join(name for name, on in o.items() if on) or "none"
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(name for name, on in o.items() if on) or "none")
 def test_trace(options: dict[str, bool], widths: bool) -> None:
     """A trace serves other sizes than those it was made with, masks of three dimensions included."""
     module, arguments = make(widths, **options)
