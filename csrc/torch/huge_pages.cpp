@@ -14,13 +14,12 @@ void advise_huge_pages(const at::Tensor& fresh) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // The most that glibc's threshold for mapping grows to; whatever else may be freed and used again.
   constexpr std::size_t kAlwaysMapped = std::size_t{32} << 20;
-  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
   if (!fresh.defined() || fresh.nbytes() < kAlwaysMapped) return;
-  const auto begin = reinterpret_cast<std::uintptr_t>(fresh.mutable_data_ptr());
-  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const std::uintptr_t end = (begin + fresh.nbytes()) / kHugePage * kHugePage;
+  auto* begin = static_cast<std::byte*>(fresh.mutable_data_ptr());
+  const std::size_t skipped = (kHugePage - reinterpret_cast<std::uintptr_t>(begin) % kHugePage) % kHugePage;
   // A refusal leaves the pages as they are.
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  madvise(begin + skipped, (fresh.nbytes() - skipped) / kHugePage * kHugePage, MADV_HUGEPAGE);
 #else
   (void)fresh;
 #endif

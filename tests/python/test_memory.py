@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+from fused_mha.functional import attention_with_weights
 
 resource = pytest.importorskip("resource", reason="peak memory is read through getrusage")
 if not sys.platform.startswith("linux"):
@@ -146,3 +150,21 @@ def test_a_padding_mask_costs_next_to_nothing() -> None:
         for padding in (", key_padding_mask=padding", "")
     )
     assert with_mask < without + 2
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="the system has no huge pages")
+def test_large_results_ask_for_huge_pages() -> None:
+    """malloc maps results of 32 MiB afresh for each call, and small pages cost a fault every 4 KiB."""
+    query = torch.randn(1, 8, 1024, 8)
+    _, weights = attention_with_weights(query, query, query, average_attn_weights=False)
+    assert weights.nbytes == 32 * 2**20
+    inside = weights.data_ptr() + weights.nbytes // 2
+    flags = ""
+    found = False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                found = int(match[1], 16) <= inside < int(match[2], 16)
+            elif found and line.startswith("VmFlags:"):
+                flags = line
+    assert " hg" in flags
