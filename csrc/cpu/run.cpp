@@ -329,8 +329,9 @@ bool can_add_mask_gradient(const AttentionProblem& problem, const core::Backward
   return outputs.grad_attn_mask && outputs.attn_mask_sizes == whole && outputs.grad_attn_mask.dtype == sums;
 }
 
-/// Whether the samples that attn_mask's gradient begins with have no key that key_padding_mask hides.
+/// Whether there are samples that attn_mask's gradient begins with, and key_padding_mask hides no key of theirs.
 bool first_samples_keep_all_keys(const BackwardPlan& plan) {
+  if (plan.call.problem->batch == 0) return false;
   for (std::int64_t n = 0; n < plan.outputs.attn_mask_sizes[0]; ++n) {
     if (plan.call.masks->kept_keys(n).count < plan.call.problem->key_length) return false;
   }
