@@ -328,8 +328,9 @@ def _masks_of_lengths(valid_lens: Tensor | None, keys: Tensor) -> tuple[Tensor |
 
 
 def _is_exporting() -> bool:
-    """Whether torch.export traces the call. torch.compile of torch 2.11 takes is_exporting for true."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    """Whether torch.export traces the call, strictly or not. Code that torch.compile of torch 2.11 traces has a constant
+    in place of is_exporting(): true."""
+    return torch.compiler._is_exporting_flag
 
 
 def _is_packed(valid_lens: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
