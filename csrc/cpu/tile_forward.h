@@ -2,7 +2,7 @@
 //
 // Forward attention of one work item: some blocks of query rows that share a head of keys.
 //
-//   for each panel of kPanelSteps steps of kForwardKeys kept keys
+//   for each panel of some steps of kForwardKeys kept keys
 //     for each block of kBlockRows rows, for each step of the panel that the block sees any key of
 //       t = Q K^T + masks                          register tiles, masks only where a group is mixed
 //       m' = max(m, rowmax t);  P = exp2(unit (t - m'))
@@ -55,7 +55,6 @@ template <typename T, typename F>
 struct KeyTile {
   KeySpan keys;
   std::int64_t step = 0;                         // of all steps of the item
-  std::int64_t begin = 0;                        // its first key among the kept ones
   bool prepared = false;                         // packed: not before some block sees any of the keys
   F* keys_transposed = nullptr;                  // [group][factors of D][kGroupKeys]
   F* packed_values = nullptr;                    // [factors of kForwardKeys][padded Dv]
@@ -649,7 +648,6 @@ static void forward_rows(const ForwardPlan& plan, ForwardScratch<T, F>& scratch,
       const std::int64_t size = whole < end - begin ? whole : end - begin;
       keys.keys = kept.part(begin, size);
       keys.step = step;
-      keys.begin = begin;
       keys.prepared = false;
       begin += size;
     }

@@ -18,7 +18,7 @@ struct DeltaScratch {
   GradRows<T>* rows = nullptr;
   GradKeys<T> keys;
   GradTile<T> tile;
-  Prefetcher prefetcher;  // asks for nothing
+  Prefetcher prefetcher;  // without a next item: asks for masks only
 
   std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
     Arena arena(base);
@@ -114,7 +114,7 @@ struct MaskGradientScratch {
   GradRows<T>* rows = nullptr;
   GradKeys<T> keys;
   GradTile<T> tile;
-  Prefetcher prefetcher;  // asks for nothing
+  Prefetcher prefetcher;  // as above
   T* sums = nullptr;      // [rows of the item, or 1][keys of the item, or 1]
 
   std::size_t carve(const BackwardPlan& plan, const BackwardSizes<T>& sizes, std::byte* base) {
