@@ -328,8 +328,8 @@ def _masks_of_lengths(valid_lens: Tensor | None, keys: Tensor) -> tuple[Tensor |
 
 
 def _is_exporting() -> bool:
-    """Whether torch.export traces the call, strictly or not. Code that torch.compile of torch 2.11 traces has a constant
-    in place of is_exporting(): true."""
+    """Whether torch.export traces the call, strictly or not. Code that torch.compile of torch 2.11 traces has a
+    constant in place of is_exporting(): true."""
     return torch.compiler._is_exporting_flag
 
 
